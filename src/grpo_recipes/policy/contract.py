@@ -1,0 +1,153 @@
+"""What the engine asks of a trainer, whatever library it is built on.
+
+Every per-token array of a batch is aligned with the token it speaks of: ``logprobs_T[t]`` is the log-probability of
+``token_ids[t]`` given the tokens of its sequence before it, and is 0 at the first token of a sequence. There is no
+shifted copy anywhere outside a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences laid end to end. T tokens in all, S sequences; every tensor lives on the CPU until a policy moves it.
+
+    A global batch, the share of one rank and a microbatch are all of this type; `select` cuts one from another.
+    """
+
+    token_ids: Tensor  # int64 [T], prompt then response of each sequence
+    lengths: Tensor  # int64 [S], tokens of each sequence, sum T
+    mask: Tensor  # bool [T], true where the token was generated and takes part in the loss
+    weights: Tensor  # float32 [T], the token's share of the loss; zero off the mask (see engine.batch.loss_weights)
+    advantages: Tensor  # float32 [T]
+    sampler_logprobs: Tensor  # float32 [T], natural log, at the sampling temperature; 0 off the mask
+    old_logprobs: Tensor | None = None  # float32 [T], by the policy before the first optimizer step of this batch
+    reference_logprobs: Tensor | None = None  # float32 [T], by the frozen reference policy
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [S + 1], where each sequence starts, and T."""
+        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+    def select(self, sequences: Sequence[int]) -> Batch:
+        """The named sequences in the named order."""
+        starts = self.cu_seqlens.tolist()
+        index = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences])
+        per_token = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lengths"}
+        cut = {name: None if value is None else value[index] for name, value in per_token.items()}
+        return Batch(lengths=self.lengths[torch.as_tensor(sequences)], **cut)
+
+    def with_logprobs(self, *, old: Tensor | None = None, reference: Tensor | None = None) -> Batch:
+        return replace(
+            self,
+            old_logprobs=self.old_logprobs if old is None else old,
+            reference_logprobs=self.reference_logprobs if reference is None else reference,
+        )
+
+
+def empty_batch() -> Batch:
+    """One sequence of two tokens that weighs nothing: what a rank runs when it has fewer microbatches than others."""
+    zeros = torch.zeros(2)
+    return Batch(
+        token_ids=torch.zeros(2, dtype=torch.int64),
+        lengths=torch.tensor([2]),
+        mask=torch.zeros(2, dtype=torch.bool),
+        weights=zeros,
+        advantages=zeros,
+        sampler_logprobs=zeros,
+        old_logprobs=zeros,
+        reference_logprobs=zeros,
+    )
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss may look at: a whole microbatch (all its tokens, also under context parallelism)."""
+
+    logprobs: Tensor  # float32 [T], with gradient, by the current weights, at the sampling temperature
+    entropy: Tensor  # float32 [T], of the distribution each token was drawn from (nats); with gradient
+    batch: Batch  # on the device of `logprobs`
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """loss: scalar to differentiate, already weighted (sums over microbatches and ranks to the loss of the step).
+
+    sums: detached scalars that add up over microbatches and ranks; the driver divides by the counts it knows.
+    maxima: detached scalars of which the largest over microbatches and ranks counts.
+    """
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+
+
+Loss = Callable[[LossInputs], LossOutputs]
+
+
+@dataclass(frozen=True)
+class TrainStats:
+    """One optimizer step, equal on every rank."""
+
+    loss: float
+    grad_norm: float  # L2 norm of the whole model's gradient before clipping
+    learning_rate: float  # used by this step
+    skipped: bool  # true if loss or gradient was not finite: weights, optimizer and scheduler are as before
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One tensor of the static refit plan."""
+
+    name: str  # Hugging Face name
+    shape: tuple[int, ...]  # full, unsharded, without vocabulary padding
+    dtype: torch.dtype
+    owner: tuple[int, ...]  # global ranks that together hold it
+    bucket: int  # index of the bucket that carries it
+
+
+class Policy(Protocol):
+    """One rank of a trainer. Unless said otherwise a method is collective: every rank calls it, in the same order.
+
+    `microbatches`: this rank's share; all data-parallel ranks pass the same number (pad with `empty_batch`).
+    """
+
+    def train(self, microbatches: Sequence[Batch], loss: Loss) -> TrainStats:
+        """Forward, backward and one optimizer step."""
+
+    def logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
+        """float32 [T] on the CPU for each microbatch, by the current weights."""
+
+    def reference_logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
+        """As `logprobs`, by the weights the run started from."""
+
+    def weight_plan(self) -> Sequence[WeightSpec]:
+        """Static; equal on every rank. Not collective."""
+
+    def weight_buckets(self) -> Iterator[dict[str, Tensor]]:
+        """Full tensors by Hugging Face name, bucket by bucket in the plan's order."""
+
+    def save(self, folder: Path) -> None:
+        """Write model, optimizer, scheduler and random states into an existing empty folder."""
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote; raises UserError where anything is missing."""
+
+    def export(self, folder: Path) -> None:
+        """Write config, safetensors and tokenizer as Hugging Face transformers reads them."""

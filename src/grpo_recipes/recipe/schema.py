@@ -1,0 +1,193 @@
+"""The typed recipe. Key names are NeMo-RL's wherever the meaning is the same.
+
+Frozen pydantic models that forbid unknown keys; combinations that cannot work are refused in recipe/checks.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+
+class GRPOConfig(Section):
+    """The outer loop."""
+
+    num_prompts_per_step: PositiveInt = 32
+    num_generations_per_prompt: PositiveInt = 16
+    max_num_steps: PositiveInt
+    max_num_epochs: PositiveInt | None = None
+    normalize_rewards: bool = True  # divide advantages by the group's standard deviation
+    use_leave_one_out_baseline: bool = True
+    drop_zero_variance_groups: bool = False  # such groups leave the loss and its denominator
+    val_period: NonNegativeInt = 10  # steps; 0: never
+    val_at_start: bool = True
+    val_at_end: bool = True
+    max_val_samples: PositiveInt = 256  # held-out problems per evaluation
+    seed: NonNegativeInt = 42
+    max_bad_steps: NonNegativeInt = 3  # consecutive optimizer steps skipped for a non-finite value before the run stops
+    shuffle_rewards: bool = False  # a control: rewards permuted within each batch; nothing can be learnt
+
+
+class SFTConfig(Section):
+    """Supervised warm start: cross entropy on reference answers, through the same trainer."""
+
+    max_num_steps: PositiveInt
+    val_period: NonNegativeInt = 0
+    val_at_start: bool = False
+    val_at_end: bool = True
+    max_val_samples: PositiveInt = 256
+    seed: NonNegativeInt = 42
+    max_bad_steps: NonNegativeInt = 3
+
+
+class LossConfig(Section):
+    reference_policy_kl_penalty: NonNegativeFloat = 0.0
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    ratio_clip_min: NonNegativeFloat = 0.2
+    ratio_clip_max: NonNegativeFloat = 0.2
+    ratio_clip_c: PositiveFloat | None = None  # dual clip; must exceed 1 + ratio_clip_max
+    token_level_loss: bool = True  # false: mean over each sequence's tokens, then over sequences
+    use_importance_sampling_correction: bool = False
+
+
+class SequencePackingConfig(Section):
+    enabled: bool = True
+    train_mb_tokens: PositiveInt | None = None  # tokens per packed microbatch; default max_total_sequence_length x train_micro_batch_size
+    logprob_mb_tokens: PositiveInt | None = None
+
+
+class TokenizerConfig(Section):
+    name: str | None = None  # default: the model's folder
+
+
+class MegatronConfig(BaseModel):
+    """policy.megatron_cfg. Any further key must be a field of Megatron-Core's TransformerConfig (recipe/megatron.py)."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    enabled: bool = True
+    tensor_model_parallel_size: PositiveInt = 1
+    pipeline_model_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: PositiveInt = 1
+    expert_tensor_parallel_size: PositiveInt = 1
+    sequence_parallel: bool = False
+    activation_checkpointing: bool = False
+    optimizer: dict[str, Any] = Field(default_factory=dict)  # fields of OptimizerConfig
+    scheduler: dict[str, Any] = Field(default_factory=dict)  # arguments of OptimizerParamScheduler, units: optimizer steps
+    distributed_data_parallel_config: dict[str, Any] = Field(default_factory=dict)
+
+
+class GenerationConfig(Section):
+    backend: Literal["megatron"] = "megatron"
+    max_new_tokens: PositiveInt
+    temperature: PositiveFloat = 1.0
+    stop_token_ids: tuple[NonNegativeInt, ...] | None = None  # default: the tokenizer's end of sequence
+    max_batch_size: PositiveInt = 512  # sequences the embedded sampler decodes at once
+
+
+class PolicyConfig(Section):
+    model_name: str  # folder, hub name, or recipe:<recipe>/<folder>
+    model_revision: str | None = None
+    trust_remote_code: bool = False
+    initial_weights: Literal["pretrained", "random"] = "pretrained"
+    init_seed: NonNegativeInt = 0  # of random initial weights
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    train_global_batch_size: PositiveInt  # sequences per optimizer step
+    train_micro_batch_size: PositiveInt = 1
+    logprob_batch_size: PositiveInt = 1
+    max_total_sequence_length: PositiveInt
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    max_grad_norm: PositiveFloat = 1.0
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    megatron_cfg: MegatronConfig = MegatronConfig()
+    generation: GenerationConfig
+
+
+class DatasetConfig(Section):
+    """dataset_name reasoning_gym: procedural `task` with `task_args`, `size` rows from `seed`.
+    dataset_name file: JSONL, Parquet or Arrow at `path`, with the named columns."""
+
+    dataset_name: Literal["reasoning_gym", "file"]
+    task: str | None = None
+    task_args: dict[str, Any] = Field(default_factory=dict)
+    size: PositiveInt | None = None
+    seed: NonNegativeInt = 0
+    path: str | None = None
+    question_column: str = "question"
+    answer_column: str = "answer"
+
+
+class DataConfig(Section):
+    train: DatasetConfig
+    validation: DatasetConfig
+    prompt: str = "{question}"  # template around the question
+    system_prompt: str | None = None
+    apply_chat_template: bool = True
+    max_input_seq_length: PositiveInt  # tokens; longer prompts are filtered out and counted
+    shuffle: bool = True
+    env_name: Literal["reasoning_gym", "math"]
+
+
+class MathEnvConfig(Section):
+    num_workers: PositiveInt = 2
+    timeout_s: PositiveFloat = 10.0  # per response
+
+
+class ReasoningGymEnvConfig(Section):
+    answer_pattern: str | None = None  # regular expression whose first group is the answer; default: the whole response
+
+
+class EnvConfig(Section):
+    math: MathEnvConfig = MathEnvConfig()
+    reasoning_gym: ReasoningGymEnvConfig = ReasoningGymEnvConfig()
+
+
+class CheckpointingConfig(Section):
+    enabled: bool = True
+    save_period: PositiveInt = 10
+    keep_last: PositiveInt = 2
+    keep_top_k: NonNegativeInt = 1
+    metric_name: str = "val/accuracy"
+    higher_is_better: bool = True
+
+
+class LoggerConfig(Section):
+    tensorboard: bool = False
+    wandb: bool = False
+    mlflow: bool = False
+    trackio: bool = False
+    project: str = "grpo-recipes"
+    num_rollouts_to_keep: NonNegativeInt = 8  # rollouts written as text per step
+
+
+class ClusterConfig(Section):
+    num_nodes: PositiveInt = 1
+    gpus_per_node: NonNegativeInt = 0  # 0: one CPU process
+
+
+class Recipe(Section):
+    """A whole recipe. Exactly one of `grpo` and `sft` is set."""
+
+    description: str
+    stack: str  # id of the pinned stack in containers/stack.yaml
+    grpo: GRPOConfig | None = None
+    sft: SFTConfig | None = None
+    loss_fn: LossConfig = LossConfig()
+    policy: PolicyConfig
+    data: DataConfig
+    env: EnvConfig = EnvConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = LoggerConfig()
+    cluster: ClusterConfig = ClusterConfig()
