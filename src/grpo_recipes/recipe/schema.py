@@ -34,6 +34,7 @@ class GRPOConfig(Section):
     val_at_start: bool = True
     val_at_end: bool = True
     max_val_samples: PositiveInt = 256  # held-out problems per evaluation
+    val_greedy: bool = False  # evaluate the most likely answers, too
     seed: NonNegativeInt = 42
     max_bad_steps: NonNegativeInt = 3  # consecutive optimizer steps skipped for a non-finite value before the run stops
     shuffle_rewards: bool = False  # a control: rewards permuted within each batch; nothing can be learnt
@@ -127,12 +128,13 @@ class DatasetConfig(Section):
     path: str | None = None
     question_column: str = "question"
     answer_column: str = "answer"
+    question_pattern: str | None = None  # regular expression; only rows whose question contains a match are kept
 
 
 class DataConfig(Section):
     train: DatasetConfig
     validation: DatasetConfig
-    prompt: str = "{question}"  # template around the question
+    prompt: str = "{question}"  # template; fields of a reasoning-gym entry's metadata work, too, e.g. {expression}
     system_prompt: str | None = None
     apply_chat_template: bool = True
     max_input_seq_length: PositiveInt  # tokens; longer prompts are filtered out and counted
@@ -146,6 +148,8 @@ class MathEnvConfig(Section):
 
 
 class ReasoningGymEnvConfig(Section):
+    num_workers: PositiveInt = 1
+    timeout_s: PositiveFloat = 10.0  # per response
     answer_pattern: str | None = None  # regular expression whose first group is the answer; default: the whole response
 
 

@@ -1,0 +1,151 @@
+"""Checkpoints of a run: written aside and renamed, checked before they are trusted, pruned to the best and the last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import UserError
+
+STATE, FILES, POLICY = "state.json", "files.json", "policy"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    step: int
+    state: dict[str, Any]  # the engine's loop state, as JSON
+    metric: float | None  # the held-out metric at this step, if it was evaluated
+
+    @property
+    def policy_folder(self) -> Path:
+        return self.path / POLICY
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """keep_last: newest checkpoints kept. keep_top_k: best by metric kept besides."""
+
+    folder: Path
+    keep_last: int
+    keep_top_k: int
+    higher_is_better: bool
+
+    def save(
+        self, step: int, state: dict[str, Any], metric: float | None, write_policy: Callable[[Path], None]
+    ) -> Path:
+        """Write the checkpoint of `step`, then remove those no longer kept.
+
+        Raises:
+            UserError: the disk is full or refuses; earlier checkpoints are untouched.
+        """
+        final = self.folder / f"step_{step:06d}"
+        aside = self.folder / f".writing_step_{step:06d}"
+        try:
+            for leftover in self.folder.glob(".writing_*"):
+                shutil.rmtree(leftover)
+            (aside / POLICY).mkdir(parents=True)
+            write_policy(aside / POLICY)
+            write_json(aside / STATE, {"step": step, "state": state, "metric": metric})
+            write_json(aside / FILES, {name: file_digest(aside / name) for name in relative_files(aside)})
+            for name in relative_files(aside):
+                sync(aside / name)
+            if final.exists():  # damaged, or from an attempt that this run does not continue
+                shutil.rmtree(final)
+            aside.rename(final)
+            sync(self.folder)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            kept = [path.name for path in self._all()]
+            raise UserError(
+                f"could not write the checkpoint of step {step} ({error}); intact: {', '.join(kept) or 'none'}",
+                where=str(self.folder),
+                mend="free disk space, then continue the run with --resume",
+            ) from error
+        self._prune()
+        return final
+
+    def latest(self, warn: Callable[[str], None]) -> Checkpoint | None:
+        """The newest undamaged checkpoint; says through `warn` which damaged ones were passed over.
+
+        Raises:
+            UserError: there are checkpoints, but every one is damaged.
+        """
+        damaged = []
+        for path in reversed(self._all()):
+            problem = find_damage(path)
+            if problem is None:
+                return read_checkpoint(path)
+            damaged.append(path.name)
+            warn(f"checkpoint {path.name} is damaged ({problem}); falling back to the one before it")
+        if damaged:
+            raise UserError(
+                f"every checkpoint is damaged: {', '.join(damaged)}",
+                where=str(self.folder),
+                mend="restore one from a backup, or start the recipe again in a new run folder",
+            )
+        return None
+
+    def _all(self) -> list[Path]:
+        return sorted(self.folder.glob("step_*"))
+
+    def _prune(self) -> None:
+        found = self._all()
+        keep = set(found[-self.keep_last :])
+        scored = [(read_checkpoint(path).metric, path) for path in found]
+        ranked = sorted(
+            ((metric if self.higher_is_better else -metric, path) for metric, path in scored if metric is not None),
+            reverse=True,
+        )
+        keep |= {path for _, path in ranked[: self.keep_top_k]}
+        for path in set(found) - keep:
+            shutil.rmtree(path)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    content = json.loads((path / STATE).read_text())
+    return Checkpoint(path, content["step"], content["state"], content["metric"])
+
+
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None: every recorded file is there with its recorded digest."""
+    listing = path / FILES
+    if not listing.is_file():
+        return f"{FILES} is missing"
+    try:
+        recorded = json.loads(listing.read_text())
+    except ValueError:
+        return f"{FILES} is not JSON"
+    for name, digest in recorded.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if file_digest(path / name) != digest:
+            return f"{name} has changed"
+    return None
+
+
+def relative_files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1, sort_keys=True))
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,145 @@
+"""The run: evaluate, checkpoint, step, until done. The same for GRPO and for supervised warm starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from grpo_recipes.data.sampler import SamplerState
+from grpo_recipes.engine.checkpoint import CheckpointStore
+from grpo_recipes.engine.evaluate import evaluate
+from grpo_recipes.engine.interrupt import Interrupted, StopRequest
+from grpo_recipes.engine.parts import LoopState, Parts, StepOutcome
+from grpo_recipes.engine.phases import Phases
+from grpo_recipes.engine.sft import sft_step
+from grpo_recipes.engine.step import grpo_step
+from grpo_recipes.errors import UserError
+from grpo_recipes.recipe.schema import GRPOConfig, SFTConfig
+from grpo_recipes.runs.folder import RunFolder
+from grpo_recipes.runs.metrics import MetricsLog, MetricsRow
+from grpo_recipes.runs.progress import Progress, write_progress
+from grpo_recipes.runs.rollouts import write_rollouts
+from grpo_recipes.runs.sinks import Sink
+
+Step = Callable[[Parts, LoopState, Phases], StepOutcome]
+
+
+@dataclass
+class Reporter:
+    """Everything the run says: metrics.jsonl, sinks, progress.json and a line per step in the log."""
+
+    folder: RunFolder
+    log: MetricsLog
+    sinks: list[Sink]
+    progress: Progress
+
+    def phase(self, name: str) -> None:
+        self.update(phase=name)
+
+    def update(self, **changes: object) -> None:
+        self.progress = replace(self.progress, updated_at=time.time(), **changes)  # type: ignore[arg-type]
+        write_progress(self.folder, self.progress)
+
+    def record(self, row: MetricsRow) -> None:
+        for sink in self.sinks:
+            sink.log(row.step, {**row.metrics, **{f"timing/{k}": v for k, v in row.timing.items()}, **row.memory})
+
+
+def run_loop(
+    parts: Parts,
+    state: LoopState,
+    last_step: int,
+    evaluated: set[int],
+    store: CheckpointStore,
+    reporter: Reporter,
+    stop: StopRequest,
+) -> LoopState:
+    """From `state` to `last_step`.
+
+    Args:
+        evaluated: steps whose evaluation is already on record.
+
+    Raises:
+        Interrupted: a stop was asked for; the state of the last completed step is checkpointed.
+        UserError: too many steps in a row were not finite, or a checkpoint could not be written.
+    """
+    recipe = parts.recipe
+    plan: GRPOConfig | SFTConfig = recipe.grpo or recipe.sft  # type: ignore[assignment]
+    step: Step = grpo_step if recipe.grpo else sft_step
+    greedy = recipe.grpo is not None and recipe.grpo.val_greedy
+    saved = state.step if state.step else -1
+    metric: float | None = None
+    save_seconds = 0.0
+
+    def save() -> None:
+        nonlocal saved, save_seconds
+        if recipe.checkpointing.enabled and saved != state.step:
+            reporter.phase("checkpoint")
+            start = time.perf_counter()
+            store.save(state.step, state_to_json(state), metric, parts.policy.save)
+            saved, save_seconds = state.step, time.perf_counter() - start
+
+    while True:
+        try:
+            stop.check("evaluation")
+            if evaluation_due(plan, state.step, last_step) and state.step not in evaluated:
+                phases = Phases(reporter.phase, parts.policy.peak_memory)
+                with phases("evaluation"):
+                    values = evaluate(
+                        parts, state.step, problems=plan.max_val_samples, run_seed=plan.seed, greedy=greedy
+                    )
+                metric = values.get(recipe.checkpointing.metric_name)
+                reporter.record(reporter.log.append(state.step, "val", values, phases.seconds, phases.peak_bytes))
+                reporter.update(accuracy=values["val/accuracy"])
+                print(f"step {state.step}: {brief(values)}", flush=True)
+            if state.step and (state.step % recipe.checkpointing.save_period == 0 or state.step == last_step):
+                save()
+            if state.step == last_step:
+                return state
+            phases = Phases(reporter.phase, parts.policy.peak_memory)
+            start = time.perf_counter()
+            outcome = step(parts, state, phases)
+        except Interrupted:
+            save()
+            raise
+        state, metric = outcome.state, None
+        seconds = time.perf_counter() - start
+        timing = {**phases.seconds, "total": seconds, "checkpoint": save_seconds, **outcome.throughput}
+        save_seconds = 0.0
+        reporter.record(reporter.log.append(state.step, "train", outcome.metrics, timing, phases.peak_bytes))
+        if outcome.records:
+            write_rollouts(reporter.folder, state.step, outcome.records)
+        reporter.update(
+            step=state.step,
+            reward=outcome.metrics.get("train/reward"),
+            tokens_per_second=outcome.tokens / seconds,
+        )
+        print(f"step {state.step}: {brief(outcome.metrics)} ({seconds:.2f} s)", flush=True)
+        if state.bad_steps > plan.max_bad_steps:
+            raise UserError(
+                f"{state.bad_steps} optimizer steps in a row, the last in step {state.step}, had a loss or gradient "
+                "that is not finite; their updates were skipped",
+                where="max_bad_steps",
+                mend="lower the learning rate, or look at the rollouts of these steps; then go on with --resume",
+            )
+
+
+def evaluation_due(plan: GRPOConfig | SFTConfig, step: int, last_step: int) -> bool:
+    if step == 0:
+        return plan.val_at_start
+    return (plan.val_period > 0 and step % plan.val_period == 0) or (plan.val_at_end and step == last_step)
+
+
+def brief(metrics: dict[str, float]) -> str:
+    shown = ("train/reward", "train/loss", "train/grad_norm", "val/accuracy", "val/greedy_accuracy")
+    return ", ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics)
+
+
+def state_to_json(state: LoopState) -> dict[str, object]:
+    return dataclasses.asdict(state)
+
+
+def state_from_json(content: dict) -> LoopState:
+    return LoopState(**{**content, "sampler": SamplerState(**content["sampler"])})

@@ -1,0 +1,100 @@
+"""What a step says of itself. Names and definitions are listed in docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from grpo_recipes.engine.policy_group import Mismatch
+from grpo_recipes.engine.rollouts import Rollout
+from grpo_recipes.environments.contract import StepResult
+from grpo_recipes.policy.contract import TrainStats
+from grpo_recipes.runs.rollouts import Rollout as RolloutRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def reward_metrics(
+    rewards_GN: Tensor, valid_GN: Tensor, advantages_GN: Tensor, silent_G: Tensor, errors: Sequence[str | None]
+) -> dict[str, float]:
+    valid, advantages = rewards_GN[valid_GN], advantages_GN[valid_GN]
+    some = len(valid) > 0
+    return {
+        "train/reward": float(valid.mean()) if some else 0.0,
+        "train/reward_std": float(valid.std(correction=0)) if some else 0.0,
+        "train/advantage_mean": float(advantages.mean()) if some else 0.0,
+        "train/advantage_abs_mean": float(advantages.abs().mean()) if some else 0.0,
+        "train/zero_variance_fraction": float(silent_G.double().mean()),
+        "train/grader_errors": float(sum(error is not None for error in errors)),
+    }
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    lengths = [len(r.completion.token_ids) for r in rollouts]
+    return {
+        "train/response_length_mean": sum(lengths) / len(lengths),
+        "train/response_length_max": float(max(lengths)),
+        "train/prompt_length_mean": sum(len(r.prompt_ids) for r in rollouts) / len(rollouts),
+        "train/truncated_fraction": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
+    }
+
+
+def training_metrics(stats: Sequence[TrainStats], mismatch: Mismatch, tokens: int) -> dict[str, float]:
+    """Means over all optimizer steps of the batch that were taken; token means over all its generated tokens."""
+    taken = [s for s in stats if not s.skipped]
+    count = max(len(taken), 1)
+
+    def token_mean(name: str) -> float:
+        return sum(s.sums[name] for s in taken) / tokens
+
+    metrics = {
+        "train/loss": sum(s.loss for s in taken) / count,
+        "train/grad_norm": sum(s.grad_norm for s in taken) / count,
+        "train/learning_rate": stats[-1].learning_rate,
+        "train/bad_steps": float(len(stats) - len(taken)),
+        "train/valid_tokens": float(tokens),
+        "train/gen_kl_error": mismatch.gen_kl_error,
+        "train/token_mult_prob_error": mismatch.token_mult_prob_error,
+        "train/logprob_diff_max": mismatch.logprob_diff_max,
+    }
+    if taken:
+        metrics |= {
+            "train/clip_fraction": token_mean("clipped"),
+            "train/ratio_mean": token_mean("ratio"),
+            "train/ratio_max": max(s.maxima["ratio"] for s in taken),
+            "train/entropy": token_mean("entropy"),
+        }
+        if "kl" in taken[0].sums:
+            metrics["train/kl"] = token_mean("kl")
+    return metrics
+
+
+def rollout_records(
+    rollouts: Sequence[Rollout],
+    result: StepResult,
+    advantages_GN: Tensor,
+    most: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[RolloutRecord]:
+    """The first `most` rollouts as a person reads them."""
+    advantages = advantages_GN.view(-1).tolist()
+    per_prompt = advantages_GN.shape[1]
+    return [
+        RolloutRecord(
+            prompt=tokenizer.decode(rollout.prompt_ids),
+            response=rollout.response,
+            reward=result.rewards[n],
+            advantage=advantages[n],
+            finish_reason=rollout.completion.finish_reason,
+            token_ids=tuple(rollout.completion.token_ids.tolist()),
+            logprobs=tuple(rollout.completion.logprobs.tolist()),
+            tokens=tuple(tokenizer.decode([token]) for token in rollout.completion.token_ids.tolist()),
+            answer=rollout.example.answer,
+            error=result.errors[n] or "",
+            group=n // per_prompt,
+        )
+        for n, rollout in enumerate(rollouts[:most])
+    ]

@@ -1,0 +1,63 @@
+"""What a run is made of, once everything is loaded, and the state that a step hands to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from grpo_recipes.data.sampler import SamplerState
+from grpo_recipes.engine.policy_group import PolicyGroup
+from grpo_recipes.environments.contract import Environment, Example
+from grpo_recipes.generation.contract import Generator
+from grpo_recipes.policy.contract import Loss
+from grpo_recipes.recipe.schema import Recipe
+from grpo_recipes.runs.rollouts import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A dataset ready to be sampled from: example i is asked as prompt_ids[i]. Too long prompts are already out."""
+
+    examples: Sequence[Example]
+    prompt_ids: Sequence[tuple[int, ...]]
+    filtered: int  # prompts left out because they have too many tokens
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True)
+class Parts:
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    train: Prompts
+    validation: Prompts
+    environment: Environment
+    generator: Generator
+    policy: PolicyGroup
+    loss: Loss
+    refit: Callable[[int], None]  # bring the trainer's weights to the generator, as the given version
+    check_stop: Callable[[str], None]  # raises Interrupted if the named phase may be abandoned and a stop was asked for
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """Everything outside the policy that a resumed run needs."""
+
+    step: int  # completed steps
+    sampler: SamplerState
+    weight_version: int  # optimizer steps taken, one refit each at most
+    bad_steps: int  # consecutive optimizer steps skipped because something was not finite
+
+
+class StepOutcome(NamedTuple):
+    state: LoopState
+    metrics: dict[str, float]  # must repeat exactly
+    throughput: dict[str, float]  # tokens per second
+    tokens: int  # generated and trained
+    records: list[Rollout]  # some rollouts, for people to read

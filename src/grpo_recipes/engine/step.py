@@ -1,0 +1,96 @@
+"""One GRPO step, to be read from top to bottom.
+
+prompts -> rollouts -> rewards -> advantages -> batch -> old and reference logprobs -> optimizer steps -> refit -> metrics
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from grpo_recipes.data.sampler import next_indices
+from grpo_recipes.engine.advantages import group_advantages, zero_variance_groups
+from grpo_recipes.engine.batch import Sample, make_batch, split_evenly
+from grpo_recipes.engine.metrics import reward_metrics, rollout_metrics, rollout_records, training_metrics
+from grpo_recipes.engine.parts import LoopState, Parts, StepOutcome
+from grpo_recipes.engine.phases import Phases
+from grpo_recipes.engine.rollouts import judge, reward_tensors, roll_out
+
+
+def grpo_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
+    """Everything from drawing prompts to refit. Returns the state after the step; `parts` carries the weights."""
+    recipe = parts.recipe
+    grpo, policy, loss_fn = recipe.grpo, recipe.policy, recipe.loss_fn
+    assert grpo is not None
+    per_prompt = grpo.num_generations_per_prompt
+    indices, sampler = next_indices(state.sampler, len(parts.train), grpo.num_prompts_per_step, recipe.data.shuffle)
+
+    with phase("generation"):
+        rollouts = roll_out(
+            parts,
+            parts.train,
+            indices,
+            per_prompt=per_prompt,
+            temperature=policy.generation.temperature,
+            step=state.step,
+            run_seed=grpo.seed,
+        )
+
+    with phase("reward"):
+        result = judge(parts, rollouts)
+        rewards_GN, valid_GN = reward_tensors(result, per_prompt)
+        if grpo.shuffle_rewards:  # the control experiment: the same rewards, for the wrong responses
+            order = torch.randperm(rewards_GN.numel(), generator=torch.Generator().manual_seed(grpo.seed + state.step))
+            rewards_GN = rewards_GN.view(-1)[order].view_as(rewards_GN)
+            valid_GN = valid_GN.view(-1)[order].view_as(valid_GN)
+
+    advantages_GN = group_advantages(
+        rewards_GN, valid_GN, leave_one_out=grpo.use_leave_one_out_baseline, normalize=grpo.normalize_rewards
+    )
+    silent_G = zero_variance_groups(rewards_GN, valid_GN)
+    trained_GN = valid_GN & ~silent_G[:, None] if grpo.drop_zero_variance_groups else valid_GN
+    chosen = trained_GN.view(-1).nonzero().view(-1).tolist()
+    samples = [
+        Sample(rollouts[n].prompt_ids, rollouts[n].completion.token_ids, rollouts[n].completion.logprobs, advantage)
+        for n, advantage in zip(chosen, advantages_GN.view(-1)[chosen].tolist(), strict=True)
+    ]
+    metrics = {
+        **reward_metrics(rewards_GN, valid_GN, advantages_GN, silent_G, result.errors),
+        **rollout_metrics(rollouts),
+        "train/epoch": float(sampler.epoch),
+        "train/weight_version": float(state.weight_version),
+    }
+
+    # As many optimizer steps as a full rollout batch has; those left after filtering are shared out evenly.
+    planned = grpo.num_prompts_per_step * per_prompt // policy.train_global_batch_size
+    optimizer_steps = split_evenly(len(samples), planned)
+    stats = []
+    if samples:
+        batch = make_batch(samples, optimizer_steps, token_level=loss_fn.token_level_loss)
+        parts.policy.load_batch(batch, optimizer_steps)
+        with phase("logprobs"):
+            mismatch = parts.policy.compute_logprobs()
+        if loss_fn.reference_policy_kl_penalty > 0:
+            with phase("reference_logprobs"):
+                parts.policy.compute_reference_logprobs()
+        with phase("policy_training"):
+            stats = [parts.policy.train(step, parts.loss) for step in range(len(optimizer_steps))]
+        metrics |= training_metrics(stats, mismatch, int(batch.mask.sum()))
+
+    version = state.weight_version + sum(not s.skipped for s in stats)
+    with phase("refit"):
+        parts.refit(version)
+
+    bad_steps = state.bad_steps
+    for s in stats:
+        bad_steps = bad_steps + 1 if s.skipped else 0
+    generated = sum(len(r.completion.token_ids) for r in rollouts)
+    trained = sum(len(s.prompt_ids) + len(s.response_ids) for s in samples)
+    throughput = {
+        "generation_tokens_per_s": generated / phase.seconds["generation"],
+        "training_tokens_per_s": trained / phase.seconds["policy_training"] if samples else 0.0,
+    }
+    records = rollout_records(rollouts, result, advantages_GN, recipe.logger.num_rollouts_to_keep, parts.tokenizer)
+    after = replace(state, step=state.step + 1, sampler=sampler, weight_version=version, bad_steps=bad_steps)
+    return StepOutcome(after, metrics, throughput, generated + trained, records)

@@ -1,0 +1,115 @@
+"""What runs on every rank: a trainer, its share of the current batch, and, if generation is embedded, a sampler."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_recipes.engine.phases import peak_memory, reset_peak_memory
+from grpo_recipes.generation.contract import Completion, Request
+from grpo_recipes.policy.contract import Batch, Loss, Policy, TrainStats, empty_batch
+
+# One optimizer step of one rank: microbatches, each a list of indices into the rank's batch.
+Microbatches = list[list[int]]
+
+
+class Worker:
+    """Driven by calls from the driver, the same on every rank. The logprobs of a batch stay here."""
+
+    def __init__(self, policy: Policy, sampler: Any | None) -> None:
+        self.policy = policy
+        self.sampler = sampler
+        self._completions: Iterator[Completion] = iter(())
+
+    # -- training -----------------------------------------------------------------------------------------------
+    def load_batch(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def compute_logprobs(self, microbatches: Microbatches) -> dict[str, float]:
+        """Fill old_logprobs, and say how far they are from the sampler's (sums over this rank's generated tokens)."""
+        old = self._per_token(microbatches, self.policy.logprobs)
+        self.batch = self.batch.with_logprobs(old=old)
+        return mismatch_sums(old[self.batch.mask], self.batch.sampler_logprobs[self.batch.mask])
+
+    def compute_reference_logprobs(self, microbatches: Microbatches) -> None:
+        self.batch = self.batch.with_logprobs(
+            reference=self._per_token(microbatches, self.policy.reference_logprobs)
+        )
+
+    def train(self, microbatches: Microbatches, loss: Loss) -> TrainStats:
+        return self.policy.train([self._cut(members) for members in microbatches], loss)
+
+    def _cut(self, members: Sequence[int]) -> Batch:
+        return self.batch.select(members) if members else empty_batch()
+
+    def _per_token(self, microbatches: Microbatches, compute: Callable[[list[Batch]], list[Tensor]]) -> Tensor:
+        lengths = self.batch.lengths.tolist()
+        per_sequence: dict[int, Tensor] = {}
+        results = compute([self._cut(members) for members in microbatches])
+        for members, logprobs in zip(microbatches, results, strict=True):
+            pieces = logprobs.split([lengths[m] for m in members]) if members else ()
+            per_sequence.update(zip(members, pieces, strict=True))
+        # A rank without work holds one sequence that is in no microbatch.
+        return torch.cat([per_sequence.get(s, torch.zeros(lengths[s])) for s in range(len(lengths))])
+
+    # -- generation on the trainer's own model -------------------------------------------------------------------
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.sampler.submit(requests)
+        self._completions = self.sampler.completions()
+
+    def poll(self, most: int) -> list[Completion]:
+        """The next completions, at most so many; none when nothing is outstanding."""
+        return list(itertools.islice(self._completions, most))
+
+    def set_version(self, version: int) -> None:
+        self.sampler.resume(version)
+
+    def pause(self) -> None:
+        self.sampler.pause()
+
+    def sleep(self) -> None:
+        self.sampler.sleep()
+
+    def wake(self) -> None:
+        self.sampler.wake()
+
+    # -- state ---------------------------------------------------------------------------------------------------
+    def save(self, folder: Path) -> None:
+        self.policy.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.policy.load(folder)
+
+    def export(self, folder: Path) -> None:
+        self.policy.export(folder)
+
+    def describe(self) -> dict[str, str]:
+        return self.policy.describe()
+
+    def peak_memory(self) -> int:
+        """Bytes at the highest point since the last call."""
+        peak = peak_memory()
+        reset_peak_memory()
+        return peak
+
+
+def mismatch_sums(trainer: Tensor, sampler: Tensor) -> dict[str, float]:
+    """How far the trainer's logprobs are from the sampler's, over N generated tokens, float64 sums.
+
+    token_mult_prob_error: exp|trainer - sampler|. gen_kl_error: the k3 estimate of KL(sampler || trainer). Both as
+    NeMo-RL defines them (docs/guides/grpo.md, "Metrics"); the driver divides by N.
+    """
+    difference = trainer.double() - sampler.double()
+    if not len(difference):
+        return {"tokens": 0.0, "mult_prob_error": 0.0, "gen_kl_error": 0.0, "max_difference": 0.0}
+    return {
+        "tokens": float(len(difference)),
+        "mult_prob_error": float(difference.abs().exp().sum()),
+        "gen_kl_error": float((torch.expm1(difference) - difference).sum()),
+        "max_difference": float(difference.abs().max()),
+    }
