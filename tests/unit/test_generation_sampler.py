@@ -60,7 +60,8 @@ class Spy:
         def noted_step(token_ids_B):
             nonlocal length
             length += 1
-            assert length < max_sequence_length and len(token_ids_B) <= max_batch_size
+            assert length < max_sequence_length
+            assert len(token_ids_B) <= max_batch_size
             self.steps.append(len(token_ids_B))
             return step(token_ids_B)
 
@@ -112,7 +113,8 @@ def test_logprobs_equal_a_full_forward(model, temperature):
     requests = requests_of(40, temperature=temperature)
     for request, done in zip(requests, generate(sampler, requests), strict=True):
         assert done.request_id == request.request_id
-        assert done.token_ids.dtype == torch.int64 and done.logprobs.dtype == torch.float32
+        assert done.token_ids.dtype == torch.int64
+        assert done.logprobs.dtype == torch.float32
         assert done.weight_versions.dtype == torch.int32
         expected = full_forward_logprobs(model, request, done.token_ids)
         assert (done.logprobs - expected).abs().max().item() < 1e-5
@@ -148,7 +150,8 @@ def test_a_stop_token_at_the_last_place_is_a_stop(model):
     token_ids = free.token_ids.tolist()
     assert token_ids.count(token_ids[-1]) == 1
     [stopped] = generate(sampler, [replace(requests_of(1)[0], sampling=Sampling(1.0, 4, (token_ids[-1],)))])
-    assert stopped.token_ids.tolist() == token_ids and stopped.finish_reason == "stop"
+    assert stopped.token_ids.tolist() == token_ids
+    assert stopped.finish_reason == "stop"
 
 
 def test_the_draw_does_not_depend_on_the_batch(model):
@@ -161,7 +164,8 @@ def test_the_draw_does_not_depend_on_the_batch(model):
         assert single.token_ids.tolist() == together[request.request_id].token_ids.tolist()
     small, _ = sampler_of(model, max_batch_size=5)
     for a, b in zip(generate(small, requests), together, strict=True):
-        assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish_reason == b.finish_reason
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.finish_reason == b.finish_reason
 
 
 def test_seeds_reach_the_sampler(model):
@@ -311,7 +315,7 @@ def test_sleep_gives_the_cache_back_and_wake_goes_on(model):
 
 
 def test_a_failed_step_can_be_tried_again(model):
-    sampler, spy = sampler_of(model)
+    sampler, _ = sampler_of(model)
     _, plain = interrupted(sampler, lambda: None)
 
     def fail_once():
@@ -328,7 +332,8 @@ def test_gradients_stay_on_for_the_caller(model):
     sampler, _ = sampler_of(model)
     sampler.submit(requests_of(4))
     for _ in sampler.completions():
-        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize(
@@ -345,13 +350,15 @@ def test_bad_requests_are_refused_before_work_starts(model, prompt, sampling, me
     sampler, spy = sampler_of(model)
     with pytest.raises(UserError, match=message):
         sampler.submit([requests_of(1)[0], Request(9, prompt, 0, sampling)])
-    assert list(sampler.completions()) == [] and not spy.prefills
+    assert list(sampler.completions()) == []
+    assert not spy.prefills
 
 
 def test_the_longest_allowed_request_runs(model):
     sampler, _ = sampler_of(model)
     [done] = generate(sampler, [Request(0, (1,) * 60, 0, Sampling(1.0, 4, ()))])
-    assert len(done.token_ids) == 4 and done.finish_reason == "length"
+    assert len(done.token_ids) == 4
+    assert done.finish_reason == "length"
 
 
 def test_request_ids_are_unique_among_those_outstanding(model):
