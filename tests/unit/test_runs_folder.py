@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -15,11 +16,11 @@ MANIFEST = {"recipe": {"name": "tiny_arith", "version": "v1"}, "attempts": [{"at
 
 
 def progress(**changes) -> Progress:
-    values = dict(
+    first = Progress(
         attempt=1, step=7, max_steps=150, phase="generation", reward=0.5, accuracy=0.1 + 0.2, tokens_per_second=1234.5,
         started_at=1000.25, updated_at=1001.5, status="running",
     )  # fmt: skip
-    return Progress(**{**values, **changes})
+    return replace(first, **changes)
 
 
 def test_create_makes_an_empty_house_and_its_paths(tmp_path):
@@ -38,7 +39,8 @@ def test_create_refuses_a_folder_in_use_and_names_both_ways_out(tmp_path):
     create_run(tmp_path / "a")
     with pytest.raises(UserError, match="not empty") as caught:
         create_run(tmp_path / "a")
-    assert "--run-dir" in caught.value.mend and "--resume" in caught.value.mend
+    assert "--run-dir" in caught.value.mend
+    assert "--resume" in caught.value.mend
 
 
 def test_create_refuses_a_file(tmp_path):

@@ -44,7 +44,8 @@ def test_manifest_says_what_the_run_was_and_comes_back(tmp_path):
     assert read_manifest(run) == manifest
     assert manifest["recipe"]["overrides"] == ["grpo.seed=1"]
     assert manifest["hardware"]["gpus"] == ["H200"]
-    assert manifest["hardware"]["cores"] >= 1 and manifest["hardware"]["memory_bytes"] > 2**28
+    assert manifest["hardware"]["cores"] >= 1
+    assert manifest["hardware"]["memory_bytes"] > 2**28
     assert manifest["hardware"]["cpu"]
     assert len(manifest["code"]["sources_sha256"]) == 64
     assert "pydantic" in manifest["software"]["packages"]
@@ -85,10 +86,13 @@ def test_git_state_sees_commit_and_every_kind_of_change(tmp_path):
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-qm", "x")
     clean = git_state(package)
-    assert len(clean["commit"]) == 40 and clean["dirty"] is False and clean["diff_sha256"] is None
+    assert len(clean["commit"]) == 40
+    assert clean["dirty"] is False
+    assert clean["diff_sha256"] is None
     (package / "__init__.py").write_text("x = 1\n")
     first = git_state(package)
-    assert first["dirty"] is True and first["commit"] == clean["commit"]
+    assert first["dirty"] is True
+    assert first["commit"] == clean["commit"]
     (package / "__init__.py").write_text("x = 2\n")
     assert git_state(package)["diff_sha256"] not in (None, first["diff_sha256"])
     git(tmp_path, "checkout", "-q", ".")

@@ -24,7 +24,8 @@ def seen(run):
 
 
 def test_absent_file_has_no_rows(run):
-    assert read_metrics(run.metrics_path) == [] and last_attempt(run.metrics_path) == 0
+    assert read_metrics(run.metrics_path) == []
+    assert last_attempt(run.metrics_path) == 0
 
 
 def test_floats_come_back_bit_for_bit(run):
@@ -35,7 +36,8 @@ def test_floats_come_back_bit_for_bit(run):
     )
     row = read_metrics(run.metrics_path)[0]
     assert [struct.pack("d", v) for v in row.metrics.values()] == [struct.pack("d", v) for v in values]
-    assert row.timing == {"total": 0.1} and row.memory == {"peak_generation": 2**40}
+    assert row.timing == {"total": 0.1}
+    assert row.memory == {"peak_generation": 2**40}
 
 
 def test_nan_is_valid_json_and_comes_back(run):

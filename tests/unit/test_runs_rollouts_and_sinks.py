@@ -31,7 +31,8 @@ def test_rollouts_come_back_whatever_the_model_wrote(run):
     assert path.name == "step_000040.jsonl"
     assert repr(read_rollouts(run, 40)) == repr(ROLLOUTS)  # repr: nan is not equal to itself
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
-    assert lines[0]["logprob_stats"] == {"mean": "-inf", "min": "-inf"} and "logprob_stats" not in lines[1]
+    assert lines[0]["logprob_stats"] == {"mean": "-inf", "min": "-inf"}
+    assert "logprob_stats" not in lines[1]
 
 
 def test_a_second_attempt_replaces_the_rollouts_of_a_step(run):
@@ -93,8 +94,10 @@ def test_wandb_gets_steps_as_a_value_so_that_a_resumed_run_may_go_back(run, monk
     sink.log(5, {"train/reward": 0.5})
     sink.log(3, {"train/reward": 0.25})
     sink.close()
-    assert calls[0][2]["project"] == "proj" and calls[0][2]["config"] == {"a": {"b": 1}}
-    assert calls[0][2]["id"] == "run-a" and calls[0][2]["resume"] == "allow"
+    assert calls[0][2]["project"] == "proj"
+    assert calls[0][2]["config"] == {"a": {"b": 1}}
+    assert calls[0][2]["id"] == "run-a"
+    assert calls[0][2]["resume"] == "allow"
     assert calls[1:] == [
         ("define", ("*",), {"step_metric": "step"}),
         ("log", ({"train/reward": 0.5, "step": 5},), {}),
@@ -154,7 +157,8 @@ def test_tensorboard_gets_the_values(run, monkeypatch):
     sink.close()
     assert calls[0] == ("open", str(run.path / "tensorboard"))
     event = calls[1][1][0]
-    assert event["step"] == 5 and event["summary"] == {"value": [{"tag": "train/reward", "simple_value": 0.5}]}
+    assert event["step"] == 5
+    assert event["summary"] == {"value": [{"tag": "train/reward", "simple_value": 0.5}]}
     assert calls[2] == ("close", (), {})
 
 

@@ -146,7 +146,7 @@ def process_alive(folder: RunFolder) -> bool | None:
     words = folder.pid_path.read_text().split()
     if not words or not words[0].isdigit():
         return None
-    pid, host, started = int(words[0]), *(words[1:3] + ["-", "-"])[:2]
+    pid, host, started = int(words[0]), *[*words[1:3], "-", "-"][:2]
     if host not in ("-", platform.node()):
         return None
     try:
