@@ -1,0 +1,196 @@
+"""Combinations of values that cannot work, each with its mend. Nothing here looks at a file or a device."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from grpo_recipes.recipe.problems import Problem
+from grpo_recipes.recipe.schema import DataConfig, DatasetConfig, GRPOConfig, PolicyConfig, Recipe
+
+MAX_WORLD_SIZE = 1  # processes the engine can run
+
+
+def recipe_problems(recipe: Recipe) -> list[Problem]:
+    """Every impossible combination in a recipe whose single values are valid."""
+    return [
+        *_algorithm(recipe),
+        *(_grpo(recipe.grpo, recipe.policy) if recipe.grpo else ()),
+        *_loss(recipe),
+        *_lengths(recipe),
+        *parallel_problems(recipe),
+        *_data(recipe),
+        *_sizes(recipe),
+    ]
+
+
+def _algorithm(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.grpo and recipe.sft:
+        yield Problem("grpo, sft", "both are set", "a recipe trains in one way: set one of them to null")
+    if not recipe.grpo and not recipe.sft:
+        yield Problem("grpo, sft", "neither is set", "set grpo (or, for a supervised warm start, sft)")
+    if not recipe.policy.megatron_cfg.enabled:
+        yield Problem("policy.megatron_cfg.enabled", "is false, and Megatron-Core is the only trainer", "set it to true")
+
+
+def _grpo(grpo: GRPOConfig, policy: PolicyConfig) -> Iterator[Problem]:
+    rollouts = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    if rollouts % policy.train_global_batch_size:
+        yield Problem(
+            "policy.train_global_batch_size",
+            f"{policy.train_global_batch_size} does not divide the {rollouts} rollouts of a step "
+            f"(num_prompts_per_step {grpo.num_prompts_per_step} x num_generations_per_prompt "
+            f"{grpo.num_generations_per_prompt})",
+            "the rollouts of a step must be a whole number of global batches: "
+            f"try {math.gcd(rollouts, policy.train_global_batch_size)} or {rollouts}",
+        )
+    if grpo.num_generations_per_prompt == 1:
+        for name in ("use_leave_one_out_baseline", "normalize_rewards", "drop_zero_variance_groups"):
+            if getattr(grpo, name):
+                yield Problem(
+                    f"grpo.{name}",
+                    "compares the generations of a prompt, and num_generations_per_prompt is 1",
+                    f"set grpo.num_generations_per_prompt to at least 2, or grpo.{name} to false",
+                )
+
+
+def _loss(recipe: Recipe) -> Iterator[Problem]:
+    loss = recipe.loss_fn
+    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1 + loss.ratio_clip_max:
+        yield Problem(
+            "loss_fn.ratio_clip_c",
+            f"the dual clip {loss.ratio_clip_c} must exceed 1 + ratio_clip_max = {1 + loss.ratio_clip_max}",
+            "raise it (3 is usual), or set it to null",
+        )
+
+
+def _lengths(recipe: Recipe) -> Iterator[Problem]:
+    policy, data = recipe.policy, recipe.data
+    total = policy.max_total_sequence_length
+    if data.max_input_seq_length + policy.generation.max_new_tokens > total:
+        yield Problem(
+            "policy.max_total_sequence_length",
+            f"{total} tokens cannot hold a prompt of data.max_input_seq_length {data.max_input_seq_length} "
+            f"and policy.generation.max_new_tokens {policy.generation.max_new_tokens}",
+            f"set it to at least {data.max_input_seq_length + policy.generation.max_new_tokens}, or shorten the others",
+        )
+    packing = policy.sequence_packing
+    for name in ("train_mb_tokens", "logprob_mb_tokens"):
+        tokens = getattr(packing, name)
+        if packing.enabled and tokens is not None and tokens < total:
+            yield Problem(
+                f"policy.sequence_packing.{name}",
+                f"a microbatch of {tokens} tokens cannot hold a sequence of max_total_sequence_length {total}",
+                f"set it to at least {total}",
+            )
+
+
+def parallel_problems(recipe: Recipe, max_world_size: int = MAX_WORLD_SIZE) -> Iterator[Problem]:
+    """Parallel sizes against each other, against the cluster, and against what the engine can run.
+
+    Data parallel size is what is left: devices / (tensor x pipeline x context). Expert parallel size divides
+    data x context x tensor / expert_tensor.
+    """
+    cfg, cluster = recipe.policy.megatron_cfg, recipe.cluster
+    names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    sizes = {f"policy.megatron_cfg.{name}_parallel_size": getattr(cfg, f"{name}_parallel_size") for name in names}
+    if cfg.sequence_parallel and cfg.tensor_model_parallel_size == 1:
+        yield Problem(
+            "policy.megatron_cfg.sequence_parallel",
+            "splits activations over tensor parallel ranks, and tensor_model_parallel_size is 1",
+            "set it to false",
+        )
+    devices = max(cluster.num_nodes, cluster.num_nodes * cluster.gpus_per_node)
+    asked = {"cluster.num_nodes x cluster.gpus_per_node": devices, **sizes}
+    too_wide = [
+        Problem(key, f"{size} asks for more than one process, and this version trains in one process", "set it to 1")
+        for key, size in asked.items()
+        if size > 1 and max_world_size == 1
+    ]
+    if too_wide:
+        yield from too_wide
+        return
+    model = cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size * cfg.context_parallel_size
+    if devices % model:
+        yield Problem(
+            "policy.megatron_cfg",
+            f"tensor x pipeline x context parallel sizes need groups of {model} devices, "
+            f"and the cluster has {devices} (cluster.num_nodes {cluster.num_nodes} x gpus_per_node "
+            f"{cluster.gpus_per_node})",
+            f"make the number of devices a multiple of {model}",
+        )
+        return
+    experts = cfg.expert_model_parallel_size * cfg.expert_tensor_parallel_size * cfg.pipeline_model_parallel_size
+    if devices % experts:
+        yield Problem(
+            "policy.megatron_cfg.expert_model_parallel_size",
+            f"expert x expert tensor x pipeline parallel sizes need groups of {experts} devices, "
+            f"and the cluster has {devices}",
+            f"make the number of devices a multiple of {experts}",
+        )
+
+
+def _data(recipe: Recipe) -> Iterator[Problem]:
+    data = recipe.data
+    for name in ("train", "validation"):
+        yield from _dataset(f"data.{name}", getattr(data, name))
+    if not re.search(r"\{\w+\}", data.prompt):
+        yield Problem("data.prompt", f"{data.prompt!r} names no field of a row", "put {question} where it belongs")
+    if data.env_name == "reasoning_gym":
+        for name in ("train", "validation"):
+            kind = getattr(data, name).dataset_name
+            if kind != "reasoning_gym":
+                yield Problem(
+                    "data.env_name",
+                    f"reasoning_gym judges only its own rows, and data.{name}.dataset_name is {kind}",
+                    "set data.env_name to math, or the dataset to reasoning_gym",
+                )
+    yield from _held_out(data)
+
+
+def _dataset(where: str, dataset: DatasetConfig) -> Iterator[Problem]:
+    kind = dataset.dataset_name
+    needed = {"reasoning_gym": ("task", "size"), "file": ("path",)}[kind]
+    useless = {"reasoning_gym": ("path",), "file": ("task", "task_args", "size")}[kind]
+    for name in needed:
+        if getattr(dataset, name) is None:
+            yield Problem(f"{where}.{name}", f"is missing: dataset_name {kind} needs it", "set it")
+    for name in useless:
+        if getattr(dataset, name):
+            yield Problem(f"{where}.{name}", f"means nothing to dataset_name {kind}", "remove it (set it to null)")
+    for name in {"seed", "size"} & dataset.task_args.keys():
+        yield Problem(f"{where}.task_args.{name}", f"belongs to the dataset: {where}.{name}", f"set {where}.{name}")
+
+
+def _held_out(data: DataConfig) -> Iterator[Problem]:
+    """reasoning-gym draws row i of a dataset from seed + i, so neighbouring seeds share nearly all of their rows."""
+    train, held_out = data.train, data.validation
+    if train.task is None or train.task != held_out.task or train.size is None or held_out.size is None:
+        return
+    if train.seed < held_out.seed + held_out.size and held_out.seed < train.seed + train.size:
+        yield Problem(
+            "data.validation.seed",
+            f"held-out rows are drawn from seeds {held_out.seed} to {held_out.seed + held_out.size - 1}, "
+            f"training rows from {train.seed} to {train.seed + train.size - 1}: they overlap",
+            f"set it to {train.seed + train.size} or more",
+        )
+
+
+def _sizes(recipe: Recipe) -> Iterator[Problem]:
+    loop = recipe.grpo or recipe.sft
+    held_out, train = recipe.data.validation.size, recipe.data.train.size
+    if loop and held_out is not None and loop.max_val_samples > held_out:
+        section = "grpo" if recipe.grpo else "sft"
+        yield Problem(
+            f"{section}.max_val_samples",
+            f"{loop.max_val_samples} exceeds the {held_out} rows of data.validation",
+            f"set it to at most {held_out}, or raise data.validation.size",
+        )
+    per_step = recipe.grpo.num_prompts_per_step if recipe.grpo else recipe.policy.train_global_batch_size
+    if train is not None and per_step > train:
+        yield Problem(
+            "data.train.size",
+            f"{train} rows are fewer than the {per_step} that one step takes",
+            f"raise it to at least {per_step}",
+        )

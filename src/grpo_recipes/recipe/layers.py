@@ -1,0 +1,117 @@
+"""What a recipe file says, layer upon layer: its `defaults`, the file itself, the overrides. Not yet validated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import UserError
+from grpo_recipes.recipe.leaves import leaves, nest
+from grpo_recipes.recipe.problems import nearest
+from grpo_recipes.recipe.yaml_files import load_mapping, parse
+
+_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
+
+
+@dataclass(frozen=True)
+class Layer:
+    origin: str  # "base <file>", "recipe <file>" or "override"
+    values: dict[str, Any]
+
+
+def file_layers(path: Path, folder: Path) -> list[Layer]:
+    """The layers of a file, its `defaults` (paths relative to it) first. `folder`: of the recipes, for short labels.
+
+    Raises:
+        UserError: a file is missing, is not YAML, includes itself, or uses interpolation.
+    """
+    return [*_bases(path, folder, (path.resolve(),)), Layer(f"recipe {_label(path, folder)}", _own(path))]
+
+
+def _bases(path: Path, folder: Path, above: tuple[Path, ...]) -> list[Layer]:
+    defaults = load_mapping(path).get("defaults", [])
+    if not isinstance(defaults, list) or not all(isinstance(entry, str) for entry in defaults):
+        raise UserError("defaults must be a list of relative paths", where=str(path), mend="defaults: [../_base/x.yaml]")
+    layers = []
+    for entry in defaults:
+        base = (path.parent / entry).resolve()
+        if base in above:
+            raise UserError(f"defaults come back to {entry}", where=str(path), mend="break the circle")
+        if not base.is_file():
+            siblings = [p.name for p in base.parent.glob("*.yaml")] if base.parent.is_dir() else []
+            close = nearest(base.name, siblings) or siblings
+            mend = f"did you mean {' or '.join(close)}?" if close else "paths are relative to this file"
+            raise UserError(f"defaults name {entry}, which does not exist", where=str(path), mend=mend)
+        layers += [*_bases(base, folder, (*above, base)), Layer(f"base {_label(base, folder)}", _own(base))]
+    return layers
+
+
+def _own(path: Path) -> dict[str, Any]:
+    values = {key: value for key, value in load_mapping(path).items() if key != "defaults"}
+    for leaf, value in leaves(values):
+        _refuse_strange(value, f"{leaf} in {path}")
+    return values
+
+
+def _label(path: Path, folder: Path) -> str:
+    path = path.resolve()
+    return path.relative_to(folder.resolve()).as_posix() if path.is_relative_to(folder.resolve()) else path.as_posix()
+
+
+def override_layer(override: str, is_text: Callable[[str], bool]) -> Layer:
+    """The layer of one `key=value`.
+
+    A text key takes what stands after the first "=" as it is, except null and quoted YAML; any other key takes it as
+    YAML. A mapping is merged into what is there.
+
+    Raises:
+        UserError: no "=", not a dotted key, not YAML, or interpolation.
+    """
+    key, equals, text = override.partition("=")
+    if not equals or not _KEY.fullmatch(key):
+        raise UserError(
+            "is not an override of the form key=value", where=repr(override), mend="for example grpo.seed=7"
+        )
+    plain_text = is_text(key) and text not in ("null", "~") and not _is_quoted(text)
+    value = text if plain_text else parse(text, key)
+    _refuse_strange(value, key)
+    return Layer("override", nest(key, value))
+
+
+def _is_quoted(text: str) -> bool:
+    """Whether the whole text is one YAML string in quotes."""
+    try:
+        return text[:1] in ("'", '"') and text[-1:] == text[:1] and isinstance(parse(text, ""), str)
+    except UserError:
+        return False
+
+
+def _refuse_strange(value: Any, where: str) -> None:
+    """Interpolation, OmegaConf's mark for a missing value, and YAML tags have no place in a recipe."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _refuse_strange(inner, f"{where}.{key}")
+    elif isinstance(value, list):
+        for inner in value:
+            _refuse_strange(inner, where)
+    elif isinstance(value, str) and "${" in value:
+        raise UserError(f"interpolation is not available: {value!r}", where=where, mend="write the value out")
+    elif value == "???":
+        raise UserError("??? stands for a missing value", where=where, mend="write the value, or leave the key out")
+    elif not (value is None or isinstance(value, str | int | float | bool)):
+        raise UserError(f"a recipe cannot hold a {type(value).__name__}", where=where, mend="write text or a number")
+
+
+def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The merged tree, later layers over earlier ones, and for each of its leaves the origin of the last that set it.
+
+    Mappings merge key by key; lists and scalars replace.
+    """
+    from omegaconf import OmegaConf
+
+    merged = OmegaConf.to_container(OmegaConf.merge(*(OmegaConf.create(layer.values) for layer in layers)))
+    set_by = {leaf: layer.origin for layer in layers for leaf, _ in leaves(layer.values)}
+    return merged, {leaf: set_by[leaf] for leaf, _ in leaves(merged)}

@@ -1,0 +1,267 @@
+"""policy.megatron_cfg against the snapshot of Megatron-Core's own fields (megatron_fields.json, written by
+policy/megatron/field_snapshot.py).
+
+Where each key goes:
+
+    megatron_cfg.<field>                            TransformerConfig
+    megatron_cfg.optimizer.<field>                  OptimizerConfig
+    megatron_cfg.distributed_data_parallel_config   DistributedDataParallelConfig
+    megatron_cfg.scheduler.<name>                   OptimizerParamScheduler, by the names in SCHEDULER_ARGUMENTS
+
+A field of type torch.dtype is written by its torch name ("float32"), a field that is an enum by its member's name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.recipe.problems import Problem, nearest
+from grpo_recipes.recipe.schema import MegatronConfig
+
+FIELDS_FILE = Path(__file__).with_name("megatron_fields.json")
+
+# Name in a recipe (NeMo-RL's) -> argument of OptimizerParamScheduler. The unit of the *_iters is the optimizer step.
+SCHEDULER_ARGUMENTS = {
+    "lr_decay_style": "lr_decay_style",
+    "lr_decay_iters": "lr_decay_steps",
+    "lr_warmup_iters": "lr_warmup_steps",
+    "lr_warmup_init": "init_lr",
+    "lr_wsd_decay_style": "lr_wsd_decay_style",
+    "lr_wsd_decay_iters": "wsd_decay_steps",
+    "start_weight_decay": "start_wd",
+    "end_weight_decay": "end_wd",
+    "weight_decay_incr_style": "wd_incr_style",
+}
+_STYLES = {
+    "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    "lr_wsd_decay_style": ("linear", "cosine", "exponential", "minus_sqrt"),
+    "weight_decay_incr_style": ("constant", "linear", "cosine"),
+}
+_DTYPES = ("float32", "bfloat16", "float16", "uint8")
+
+# Fields that the engine fills itself, so that setting them could only contradict it.
+_MODEL = "it is read from the model's config.json"
+_PRECISION = "it follows policy.precision"
+_CLIP = "set policy.max_grad_norm"
+_LOSS = "the engine's loss already carries its global denominator"
+DERIVED: dict[str, dict[str, str]] = {
+    "TransformerConfig": {
+        **dict.fromkeys(
+            (
+                "num_layers",
+                "hidden_size",
+                "num_attention_heads",
+                "num_query_groups",
+                "kv_channels",
+                "ffn_hidden_size",
+                "layernorm_epsilon",
+                "layernorm_zero_centered_gamma",
+                "normalization",
+                "gated_linear_unit",
+                "add_bias_linear",
+                "add_qkv_bias",
+                "qk_layernorm",
+                "rotary_interleaved",
+                "num_moe_experts",
+                "moe_ffn_hidden_size",
+                "moe_router_topk",
+                "multi_latent_attention",
+            ),
+            _MODEL,
+        ),
+        **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _PRECISION),
+        **dict.fromkeys(("calculate_per_token_loss",), _LOSS),
+        **dict.fromkeys(("variable_seq_lengths", "timers"), "the engine sets it"),
+        **dict.fromkeys(("hidden_dropout", "attention_dropout"), "logprobs must repeat, so the engine sets it to 0"),
+    },
+    "OptimizerConfig": {
+        **dict.fromkeys(("params_dtype", "bf16", "fp16"), _PRECISION),
+        "clip_grad": _CLIP,
+        "timers": "the engine sets it",
+    },
+    "DistributedDataParallelConfig": {
+        "use_distributed_optimizer": "it follows policy.megatron_cfg.optimizer.use_distributed_optimizer",
+        "average_in_collective": _LOSS,
+        "check_for_nan_in_grad": "the engine skips and counts steps that are not finite (grpo.max_bad_steps)",
+    },
+}
+
+# Fields of which only one value works, with the reason.
+FIXED: dict[str, tuple[Any, str]] = {
+    "apply_rope_fusion": (False, "positions are rotated outside Megatron-Core, unfused"),
+}
+
+
+@cache
+def fields() -> dict[str, dict[str, Any]]:
+    """{class name: {field: {type, default, accepts, choices}}} of the pinned Megatron-Core."""
+    snapshot = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
+    return {name: entries for name, entries in snapshot.items() if name != "megatron_core"}
+
+
+def dtype_fields(class_name: str) -> frozenset[str]:
+    """The fields of a class that a recipe gives as the name of a torch dtype."""
+    return frozenset(name for name, entry in fields()[class_name].items() if "dtype" in entry["accepts"])
+
+
+def megatron_problems(cfg: MegatronConfig) -> list[Problem]:
+    """Every key that is no field, is derived by the engine, or has a value of the wrong type; and a schedule that
+    Megatron-Core would refuse."""
+    where = "policy.megatron_cfg"
+    ddp = "distributed_data_parallel_config"
+    problems = [
+        *_section(where, "TransformerConfig", cfg.model_extra or {}, tuple(MegatronConfig.model_fields)),
+        *_section(f"{where}.optimizer", "OptimizerConfig", cfg.optimizer),
+        *_section(f"{where}.{ddp}", "DistributedDataParallelConfig", cfg.distributed_data_parallel_config),
+        *_scheduler_keys(f"{where}.scheduler", cfg.scheduler),
+    ]
+    return problems or list(_schedule(where, cfg))
+
+
+def _section(where: str, class_name: str, given: Mapping[str, Any], own: tuple[str, ...] = ()) -> Iterator[Problem]:
+    known, derived = fields()[class_name], DERIVED[class_name]
+    for key, value in given.items():
+        path = f"{where}.{key}"
+        if key in derived:
+            yield Problem(path, f"cannot be set: {derived[key]}", "remove it")
+        elif key in FIXED and value != FIXED[key][0]:
+            yield Problem(path, f"can only be {json.dumps(FIXED[key][0])}: {FIXED[key][1]}", "remove it")
+        elif key not in known:
+            close = nearest(key, [*own, *(name for name in known if name not in derived)])
+            mend = f"did you mean {' or '.join(f'{where}.{name}' for name in close)}?" if close else _lost(key, class_name)
+            yield Problem(path, f"is not a field of Megatron-Core's {class_name}", mend)
+        elif not known[key]["accepts"] or known[key]["accepts"] == ["null"]:
+            yield Problem(path, f"is a {known[key]['type']}, which a recipe cannot express", "remove it")
+        else:
+            yield from _type(path, value, known[key]["accepts"], known[key]["choices"])
+
+
+def _lost(key: str, class_name: str) -> str:
+    """Where else the key would be valid."""
+    names = {
+        "TransformerConfig": "policy.megatron_cfg",
+        "OptimizerConfig": "policy.megatron_cfg.optimizer",
+        "DistributedDataParallelConfig": "policy.megatron_cfg.distributed_data_parallel_config",
+    }
+    homes = [f"{home}.{key}" for other, home in names.items() if other != class_name and key in fields()[other]]
+    return f"did you mean {' or '.join(homes)}?" if homes else "remove it"
+
+
+def _type(path: str, value: Any, accepts: list[str], choices: list[Any] | tuple[str, ...] | None) -> Iterator[Problem]:
+    kind = {bool: "bool", int: "int", float: "float", str: "str", list: "list", type(None): "null"}.get(type(value), "mapping")
+    fits = kind in accepts or (kind == "int" and "float" in accepts) or (kind == "str" and "dtype" in accepts)
+    if not fits:
+        yield Problem(path, f"should be {' or '.join(accepts)}, is {value!r}", "correct it")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Problem(path, f"should be finite, is {value!r}", "correct it")
+    elif kind == "str" and "str" not in accepts and value not in _DTYPES:
+        yield Problem(path, f"should name a torch dtype ({', '.join(_DTYPES)}), is {value!r}", _closest(value, _DTYPES))
+    elif choices and kind in ("str", "int") and value not in choices:
+        listed = ", ".join(str(choice) for choice in choices)
+        yield Problem(path, f"should be one of {listed}, is {value!r}", _closest(value, [str(c) for c in choices]))
+
+
+def _closest(value: Any, choices: list[str] | tuple[str, ...]) -> str:
+    close = nearest(str(value), choices)
+    return f"did you mean {close[0]}?" if close else "choose one of them"
+
+
+def _scheduler_keys(where: str, given: Mapping[str, Any]) -> Iterator[Problem]:
+    known = fields()["OptimizerParamScheduler"]
+    for key, value in given.items():
+        if key in SCHEDULER_ARGUMENTS:
+            yield from _type(f"{where}.{key}", value, known[SCHEDULER_ARGUMENTS[key]]["accepts"], _STYLES.get(key))
+            continue
+        renamed = [name for name, argument in SCHEDULER_ARGUMENTS.items() if argument == key]
+        close = renamed or nearest(key, SCHEDULER_ARGUMENTS)
+        if key in ("max_lr", "min_lr"):
+            mend = f"set policy.megatron_cfg.optimizer.{key.replace('max_', '')}"
+        elif close:
+            mend = f"did you mean {' or '.join(f'{where}.{name}' for name in close)}?"
+        else:
+            mend = f"valid keys there: {', '.join(SCHEDULER_ARGUMENTS)}"
+        yield Problem(f"{where}.{key}", "is not a setting of the learning-rate schedule", mend)
+
+
+def _schedule(where: str, cfg: MegatronConfig) -> Iterator[Problem]:
+    """What OptimizerParamScheduler asserts when it is built."""
+    optimizer, scheduler = cfg.optimizer, cfg.scheduler
+    lr = optimizer.get("lr")
+    if lr is None or lr <= 0:
+        yield Problem(f"{where}.optimizer.lr", f"the learning rate must be greater than 0, is {lr!r}", "set it")
+        return
+    for name in ("min_lr", "weight_decay"):
+        if (optimizer.get(name) or 0) < 0:
+            yield Problem(f"{where}.optimizer.{name}", f"must not be negative, is {optimizer[name]!r}", "correct it")
+    if (optimizer.get("min_lr") or 0) > lr:
+        yield Problem(f"{where}.optimizer.min_lr", f"{optimizer['min_lr']} exceeds lr {lr}", "lower it")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= optimizer.get(name, 0) < 1:
+            yield Problem(f"{where}.optimizer.{name}", f"must lie in [0, 1), is {optimizer[name]!r}", "correct it")
+    if not 0 <= scheduler.get("lr_warmup_init", 0) <= lr:
+        yield Problem(
+            f"{where}.scheduler.lr_warmup_init",
+            f"must lie between 0 and optimizer.lr {lr}, is {scheduler['lr_warmup_init']!r}",
+            "correct it",
+        )
+    yield from _schedule_lengths(f"{where}.scheduler", scheduler)
+    start = scheduler.get("start_weight_decay", optimizer.get("weight_decay", 0.01))
+    end = scheduler.get("end_weight_decay", start)
+    if not 0 <= start <= end or (start != end and scheduler.get("weight_decay_incr_style", "constant") == "constant"):
+        yield Problem(
+            f"{where}.scheduler.end_weight_decay",
+            f"weight decay goes from {start} to {end}: it may only rise, and only with weight_decay_incr_style "
+            "linear or cosine",
+            "make both equal, or set weight_decay_incr_style",
+        )
+
+
+def _schedule_lengths(where: str, scheduler: Mapping[str, Any]) -> Iterator[Problem]:
+    decay, warmup = scheduler.get("lr_decay_iters"), scheduler.get("lr_warmup_iters", 0)
+    if warmup < 0:
+        yield Problem(f"{where}.lr_warmup_iters", f"must not be negative, is {warmup}", "correct it")
+    if decay is not None and warmup >= decay:
+        yield Problem(
+            f"{where}.lr_warmup_iters",
+            f"{warmup} optimizer steps of warm-up leave nothing of lr_decay_iters {decay}",
+            "lr_decay_iters counts from the first step, warm-up included: raise it",
+        )
+    if scheduler.get("lr_decay_style") == "WSD":
+        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_style"):
+            if scheduler.get(name) is None:
+                yield Problem(f"{where}.{name}", "is missing: lr_decay_style WSD needs it", "set it")
+
+
+def scheduler_arguments(cfg: MegatronConfig, total_steps: int) -> dict[str, Any]:
+    """Keyword arguments of Megatron-Core's OptimizerParamScheduler, all but `optimizer`, from a validated config.
+
+    Args:
+        total_steps: optimizer steps of the whole run; the length of decay where lr_decay_iters is not set.
+
+    Unset keys mean: constant rate, no warm-up, min_lr 0, constant weight decay (Megatron-Core's 0.01 unless set).
+    Call its `step(1)` once per optimizer step.
+    """
+    optimizer, given = cfg.optimizer, cfg.scheduler
+    weight_decay = optimizer.get("weight_decay", 0.01)
+    warmup = given.get("lr_warmup_iters", 0)
+    arguments = {
+        "lr_decay_style": "constant",
+        "lr_decay_steps": max(total_steps, warmup + 1),
+        "lr_warmup_steps": warmup,
+        "init_lr": 0.0,
+        "start_wd": weight_decay,
+        "end_wd": given.get("start_weight_decay", weight_decay),
+        "wd_incr_style": "constant",
+        **{SCHEDULER_ARGUMENTS[key]: value for key, value in given.items()},
+    }
+    return {
+        "max_lr": optimizer["lr"],
+        "min_lr": optimizer.get("min_lr") or 0.0,
+        "wd_incr_steps": max(total_steps, 1),
+        **arguments,
+    }
