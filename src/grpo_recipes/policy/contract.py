@@ -149,5 +149,8 @@ class Policy(Protocol):
     def load(self, folder: Path) -> None:
         """Read what `save` wrote; raises UserError where anything is missing."""
 
+    def describe(self) -> dict[str, str]:
+        """What was chosen where there was a choice, for the manifest: attention, layer spec, device. Not collective."""
+
     def export(self, folder: Path) -> None:
         """Write config, safetensors and tokenizer as Hugging Face transformers reads them."""

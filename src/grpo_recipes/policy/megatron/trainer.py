@@ -1,0 +1,290 @@
+"""The Megatron-Core trainer: one rank of policy.contract.Policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_recipes.policy.contract import Batch, Loss, LossInputs, TrainStats, WeightSpec
+from grpo_recipes.policy.megatron import cpu
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+from grpo_recipes.policy.hf.families import family_of  # noqa: E402
+from grpo_recipes.policy.hf.folder import (  # noqa: E402
+    FolderWriter,
+    RandomTensors,
+    SafetensorsFolder,
+    read_config,
+    write_companions,
+)
+from grpo_recipes.policy.logprobs import logprobs_and_entropy  # noqa: E402
+from grpo_recipes.policy.megatron import checkpoint, parallel  # noqa: E402
+from grpo_recipes.policy.megatron.core_attention import packed_inputs  # noqa: E402
+from grpo_recipes.policy.megatron.decode import Decoder  # noqa: E402
+from grpo_recipes.policy.megatron.model import build_model  # noqa: E402
+from grpo_recipes.policy.megatron.optimizer import build_optimizer, build_scheduler, wrap_model  # noqa: E402
+from grpo_recipes.policy.megatron.weights import WeightMap  # noqa: E402
+
+if TYPE_CHECKING:
+    from grpo_recipes.recipe.schema import PolicyConfig
+
+
+class MegatronPolicy:
+    """Implements policy.contract.Policy.
+
+    Args:
+        policy: the recipe's section.
+        temperature: divides the logits before every log-softmax.
+        total_optimizer_steps: of the whole run; the default length of the learning-rate decay.
+        model_folder: Hugging Face model, already on this machine.
+        needs_reference: keep a copy of the initial weights in CPU memory for `reference_logprobs`.
+        seed: of the trainer's own random streams (dropout, if a recipe turns it on).
+
+    Raises UserError for a folder or setting that cannot work.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        temperature: float,
+        total_optimizer_steps: int,
+        model_folder: Path,
+        *,
+        needs_reference: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.temperature, self.model_folder = temperature, model_folder
+        hf = read_config(model_folder, trust_remote_code=policy.trust_remote_code)
+        family = family_of(hf)
+        if not torch.cuda.is_available():
+            torch.use_deterministic_algorithms(True)
+        parallel.initialize(policy.megatron_cfg, seed)
+        self.built = build_model(hf, family, policy)
+        self.weights = WeightMap(self.built, hf, family)
+        random = policy.initial_weights == "random"
+        self.weights.load(
+            RandomTensors(hf.initializer_range, policy.init_seed) if random else SafetensorsFolder(model_folder)
+        )
+        self.weights.gather_plan()
+        self.model = wrap_model(self.built, policy)
+        self.built.config.finalize_model_grads_func = _sum_gradients
+        self.built.config.no_sync_func = self.model.no_sync
+        self.optimizer = build_optimizer(self.model, policy)
+        self.scheduler = build_scheduler(self.optimizer, policy, total_optimizer_steps)
+        self.built.config.grad_scale_func = self.optimizer.scale_loss
+        self._reference = self._copy_weights("cpu") if needs_reference else None
+
+    # -- the contract -------------------------------------------------------------------------------------------
+    def train(self, microbatches: Sequence[Batch], loss: Loss) -> TrainStats:
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outputs = self._run(microbatches, loss)
+        total, sums, maxima = _combine(outputs)
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        learning_rate = self.learning_rate
+        skipped = not (math.isfinite(total) and math.isfinite(grad_norm))
+        if not skipped:
+            self.optimizer.step()
+            self.scheduler.step(1)
+        return TrainStats(total, grad_norm, learning_rate, skipped, sums, maxima)
+
+    def logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
+        self.model.eval()
+        with torch.no_grad():
+            found = self._run(microbatches, None)
+        return _from_last_stage(found)
+
+    def reference_logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
+        if self._reference is None:
+            raise RuntimeError("this policy was built with needs_reference=False")
+        current = self._copy_weights(None)
+        self._set_weights(self._reference)
+        try:
+            return self.logprobs(microbatches)
+        finally:
+            self._set_weights(current)
+
+    def weight_plan(self) -> Sequence[WeightSpec]:
+        return self.weights.plan()
+
+    def weight_buckets(self) -> Iterator[dict[str, Tensor]]:
+        return self.weights.buckets()
+
+    def save(self, folder: Path) -> None:
+        checkpoint.save(folder, self.built, self.optimizer, self.scheduler)
+
+    def load(self, folder: Path) -> None:
+        checkpoint.load(folder, self.built, self.optimizer, self.scheduler)
+
+    def export(self, folder: Path) -> None:
+        tensors = (item for bucket in self.weight_buckets() for item in bucket.items())
+        if dist.get_rank() == 0:
+            FolderWriter(folder).write(tensors)
+            write_companions(self.model_folder, folder, self.built.config.params_dtype)
+        else:
+            for _ in tensors:  # every rank takes part in gathering
+                pass
+        dist.barrier()
+
+    # -- for the embedded sampler and the manifest --------------------------------------------------------------
+    def decoder(self, *, max_batch_size: int, max_sequence_length: int) -> Decoder:
+        """A KV-cache decoder on this policy's own weights."""
+        return Decoder(self.built, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
+
+    def describe(self) -> dict[str, str]:
+        layer = self.built.module.decoder.layers[0]
+        return {
+            "backend": "megatron-core",
+            "layer_spec": self.built.spec,
+            "attention": layer.self_attention.core_attention.kernel_name(),
+            "dtype": str(self.built.config.params_dtype).removeprefix("torch."),
+            "device": self.device.type,
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self.built.rotary.inverse_frequencies.device
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    # -- one pass over microbatches -----------------------------------------------------------------------------
+    def _run(self, microbatches: Sequence[Batch], loss: Loss | None) -> list[Any]:
+        """What the last pipeline stage makes of each microbatch (nothing on other stages)."""
+        longest = max(int(m.lengths.sum()) for m in microbatches)
+        return get_forward_backward_func()(
+            forward_step_func=lambda batches, model: self._forward(next(batches), model, loss),
+            data_iterator=iter(microbatches),
+            model=[self.model],
+            num_microbatches=len(microbatches),
+            seq_length=longest,
+            micro_batch_size=1,
+            forward_only=loss is None,
+            collect_non_loss_data=loss is None,
+        )
+
+    def _forward(self, batch: Batch, model: torch.nn.Module, loss: Loss | None) -> tuple[Tensor, Any]:
+        tokens = len(batch.token_ids)
+        token_ids, lengths = self._padded(batch)
+        token_ids = token_ids.to(self.device, non_blocking=True)
+        inputs = packed_inputs(lengths, self.built.rotary, self.built.config.params_dtype)
+        output = model(
+            token_ids[None],
+            None,
+            None,
+            packed_seq_params=inputs,
+            output_processor=self._per_token,
+            output_processor_context=token_ids,
+        )
+
+        def finish(output: Tensor, non_loss_data: bool = False) -> Any:
+            # A prediction belongs to the token after it; the first token of a sequence was predicted by nothing.
+            inside = (inputs.packing.positions > 0)[None]
+            aligned = torch.nn.functional.pad(output, (1, 0)).masked_fill(~inside, 0.0)[:, :tokens]
+            if non_loss_data:
+                return aligned[0].detach()
+            found = loss(LossInputs(aligned[0], aligned[1], _to(batch, self.device)))
+            none = torch.zeros((), dtype=torch.int, device=self.device)  # nothing is divided by a count of tokens
+            return found.loss, none, found
+
+        return output, finish
+
+    def _padded(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sequence parallelism cuts the pack evenly: fill it up with one more sequence, which nothing looks at."""
+        config = self.built.config
+        gap = -len(batch.token_ids) % config.tensor_model_parallel_size if config.sequence_parallel else 0
+        if not gap:
+            return batch.token_ids, batch.lengths
+        return torch.nn.functional.pad(batch.token_ids, (0, gap)), torch.cat((batch.lengths, torch.tensor([gap])))
+
+    def _per_token(
+        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Any, context: Tensor, **_: Any
+    ) -> Tensor:
+        """float32 [2, T - 1]: logprob and entropy of the token after each of the first T - 1, in place of the logits."""
+        logits, _ = output_layer(hidden_states, weight=output_weight)
+        group = parallel_state.get_tensor_model_parallel_group()
+        start = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
+        real = max(0, min(logits.shape[-1], self.built.vocab_size - start))
+        return logprobs_and_entropy(
+            logits[:-1, 0, :real],
+            context[1:],
+            self.temperature,
+            vocab_start=start,
+            group=group if group.size() > 1 else None,
+        )
+
+    # -- weights ------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _copy_weights(self, device: str | None) -> list[Tensor]:
+        return [p.detach().to(device or p.device, copy=True) for p in self.built.module.parameters()]
+
+    @torch.no_grad()
+    def _set_weights(self, weights: Sequence[Tensor]) -> None:
+        for parameter, weight in zip(self.built.module.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+
+
+def _sum_gradients(model: list[torch.nn.Module], _num_tokens: Any, **kwargs: Any) -> None:
+    """Megatron's finalisation without its division by a number of tokens: losses arrive as shares of the whole."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    if device.type == "cpu":
+        return batch
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return replace(batch, **{n: v.to(device, non_blocking=True) for n, v in values.items() if v is not None})
+
+
+def _combine(outputs: Sequence[Any]) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Loss, sums and maxima over microbatches, data-parallel ranks and pipeline stages; float64."""
+    loss, sums, maxima = 0.0, {}, {}
+    for found in outputs:
+        names = [*found.sums, *found.maxima]
+        scalars = [found.loss.detach(), *found.sums.values(), *found.maxima.values()]
+        values = torch.stack([s.to(torch.float64) for s in scalars]).tolist()
+        loss += values[0]
+        for name, value in zip(names, values[1:], strict=True):
+            if name in found.sums:
+                sums[name] = sums.get(name, 0.0) + value
+            else:
+                maxima[name] = max(maxima.get(name, -math.inf), value)
+    if dist.get_world_size() == 1:
+        return loss, sums, maxima
+    group = parallel_state.get_data_parallel_group()
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (loss, sums, maxima), group=group)
+    total = (
+        sum(part[0] for part in everyone),
+        {name: sum(part[1][name] for part in everyone) for name in sums},
+        {name: max(part[2][name] for part in everyone) for name in maxima},
+    )
+    return _from_last_stage(total)
+
+
+def _from_last_stage(value: Any) -> Any:
+    """Tensors come out on the CPU."""
+    if isinstance(value, list):
+        value = [tensor.cpu() for tensor in value]
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    box = [value]
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast_object_list(box, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return box[0]
