@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from grpo_recipes.data.sampler import SamplerState
 from grpo_recipes.engine.checkpoint import CheckpointStore
@@ -18,8 +19,8 @@ from grpo_recipes.engine.step import grpo_step
 from grpo_recipes.errors import UserError
 from grpo_recipes.recipe.schema import GRPOConfig, SFTConfig
 from grpo_recipes.runs.folder import RunFolder
-from grpo_recipes.runs.metrics import MetricsLog, MetricsRow
-from grpo_recipes.runs.progress import Progress, write_progress
+from grpo_recipes.runs.metrics import Kind, MetricsLog
+from grpo_recipes.runs.progress import Progress, Status, write_progress
 from grpo_recipes.runs.rollouts import write_rollouts
 from grpo_recipes.runs.sinks import Sink
 
@@ -28,23 +29,34 @@ Step = Callable[[Parts, LoopState, Phases], StepOutcome]
 
 @dataclass
 class Reporter:
-    """Everything the run says: metrics.jsonl, sinks, progress.json and a line per step in the log."""
+    """Everything the run says: metrics.jsonl, sinks and progress.json."""
 
     folder: RunFolder
-    log: MetricsLog
-    sinks: list[Sink]
     progress: Progress
+    log: MetricsLog | None = None  # opened when it is known where the attempt starts
+    sinks: Sequence[Sink] = ()
 
     def phase(self, name: str) -> None:
         self.update(phase=name)
 
-    def update(self, **changes: object) -> None:
-        self.progress = replace(self.progress, updated_at=time.time(), **changes)  # type: ignore[arg-type]
+    def update(self, **changes: Any) -> None:
+        self.progress = replace(self.progress, updated_at=time.time(), **changes)
         write_progress(self.folder, self.progress)
 
-    def record(self, row: MetricsRow) -> None:
+    def record(
+        self, step: int, kind: Kind, metrics: dict[str, float], timing: dict[str, float], memory: dict[str, int]
+    ) -> None:
+        assert self.log is not None
+        self.log.append(step, kind, metrics, timing, memory)
         for sink in self.sinks:
-            sink.log(row.step, {**row.metrics, **{f"timing/{k}": v for k, v in row.timing.items()}, **row.memory})
+            sink.log(step, {**metrics, **{f"timing/{kind}/{name}": value for name, value in timing.items()}, **memory})
+
+    def close(self, status: Status, message: str) -> None:
+        for sink in self.sinks:
+            sink.close()
+        if self.log:
+            self.log.close()
+        self.update(status=status, message=message)
 
 
 def run_loop(
@@ -91,7 +103,7 @@ def run_loop(
                         parts, state.step, problems=plan.max_val_samples, run_seed=plan.seed, greedy=greedy
                     )
                 metric = values.get(recipe.checkpointing.metric_name)
-                reporter.record(reporter.log.append(state.step, "val", values, phases.seconds, phases.peak_bytes))
+                reporter.record(state.step, "val", values, phases.seconds, phases.peak_bytes)
                 reporter.update(accuracy=values["val/accuracy"])
                 print(f"step {state.step}: {brief(values)}", flush=True)
             if state.step and (state.step % recipe.checkpointing.save_period == 0 or state.step == last_step):
@@ -108,7 +120,7 @@ def run_loop(
         seconds = time.perf_counter() - start
         timing = {**phases.seconds, "total": seconds, "checkpoint": save_seconds, **outcome.throughput}
         save_seconds = 0.0
-        reporter.record(reporter.log.append(state.step, "train", outcome.metrics, timing, phases.peak_bytes))
+        reporter.record(state.step, "train", outcome.metrics, timing, phases.peak_bytes)
         if outcome.records:
             write_rollouts(reporter.folder, state.step, outcome.records)
         reporter.update(

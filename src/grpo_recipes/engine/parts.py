@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from grpo_recipes.data.dataset import Dataset
 from grpo_recipes.data.sampler import SamplerState
 from grpo_recipes.engine.policy_group import PolicyGroup
-from grpo_recipes.environments.contract import Environment, Example
+from grpo_recipes.environments.contract import Environment
 from grpo_recipes.generation.contract import Generator
 from grpo_recipes.policy.contract import Loss
 from grpo_recipes.recipe.schema import Recipe
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
 class Prompts:
     """A dataset ready to be sampled from: example i is asked as prompt_ids[i]. Too long prompts are already out."""
 
-    examples: Sequence[Example]
+    examples: Dataset
     prompt_ids: Sequence[tuple[int, ...]]
-    filtered: int  # prompts left out because they have too many tokens
 
     def __len__(self) -> int:
         return len(self.prompt_ids)

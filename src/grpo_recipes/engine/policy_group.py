@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from grpo_recipes.cluster.contract import WorkerGroup
 from grpo_recipes.engine.packing import assign_ranks, pack
 from grpo_recipes.engine.worker import Microbatches
 from grpo_recipes.generation.contract import Completion, Request
@@ -28,11 +29,16 @@ class Mismatch:
 
 
 class PolicyGroup:
-    """`workers` has call(method, *args) -> one result per rank, and scatter(method, args per rank)."""
+    """All ranks of a policy.
 
-    def __init__(self, workers: Any, *, data_parallel: int, train_tokens: int, logprob_tokens: int) -> None:
+    Args:
+        workers: one `Worker` per rank, every rank a data-parallel one.
+        train_tokens, logprob_tokens: most tokens of a microbatch.
+    """
+
+    def __init__(self, workers: WorkerGroup, *, train_tokens: int, logprob_tokens: int) -> None:
         self.workers = workers
-        self.data_parallel = data_parallel
+        self.data_parallel = workers.world_size
         self.train_tokens, self.logprob_tokens = train_tokens, logprob_tokens
 
     def load_batch(self, batch: Batch, optimizer_steps: Sequence[Sequence[int]]) -> None:
@@ -93,11 +99,12 @@ def same_number(per_rank: list[Microbatches]) -> list[Microbatches]:
 class EmbeddedGenerator:
     """The Generator contract over samplers that live in the trainer's workers and share its weights: no refit copy."""
 
-    def __init__(self, workers: Any, size: int) -> None:
-        self.workers, self.size = workers, size
+    def __init__(self, workers: WorkerGroup) -> None:
+        self.workers = workers
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self.workers.scatter("submit", [(requests[rank :: self.size],) for rank in range(self.size)])
+        size = self.workers.world_size
+        self.workers.scatter("submit", [(requests[rank::size],) for rank in range(size)])
 
     def completions(self) -> Iterator[Completion]:
         while found := [c for part in self.workers.call("poll", POLL) for c in part]:
@@ -107,13 +114,14 @@ class EmbeddedGenerator:
         self.workers.call("pause")
 
     def resume(self, version: int) -> None:
-        self.workers.call("set_version", version)
+        self.workers.call("resume", version)
 
-    def update_weights(
-        self, plan: Sequence[WeightSpec], buckets: Iterator[dict[str, Tensor]], version: int
-    ) -> None:
-        """The weights are the trainer's own: nothing is copied, only cached prefixes are forgotten."""
-        self.workers.call("set_version", version)
+    def take_version(self, version: int) -> None:
+        """The trainer's weights are the sampler's: a refit is only told."""
+        self.workers.call("take_version", version)
+
+    def update_weights(self, plan: Sequence[WeightSpec], buckets: Iterator[dict[str, Tensor]], version: int) -> None:
+        self.take_version(version)
 
     def sleep(self) -> None:
         self.workers.call("sleep")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_recipes.engine.phases import peak_memory, reset_peak_memory
-from grpo_recipes.generation.contract import Completion, Request
+from grpo_recipes.generation.contract import Completion, Generator, Request
 from grpo_recipes.policy.contract import Batch, Loss, Policy, TrainStats, empty_batch
 
 # One optimizer step of one rank: microbatches, each a list of indices into the rank's batch.
@@ -21,7 +20,7 @@ Microbatches = list[list[int]]
 class Worker:
     """Driven by calls from the driver, the same on every rank. The logprobs of a batch stay here."""
 
-    def __init__(self, policy: Policy, sampler: Any | None) -> None:
+    def __init__(self, policy: Policy, sampler: Generator) -> None:
         self.policy = policy
         self.sampler = sampler
         self._completions: Iterator[Completion] = iter(())
@@ -66,8 +65,11 @@ class Worker:
         """The next completions, at most so many; none when nothing is outstanding."""
         return list(itertools.islice(self._completions, most))
 
-    def set_version(self, version: int) -> None:
+    def resume(self, version: int) -> None:
         self.sampler.resume(version)
+
+    def take_version(self, version: int) -> None:
+        self.sampler.update_weights((), iter(()), version)
 
     def pause(self) -> None:
         self.sampler.pause()

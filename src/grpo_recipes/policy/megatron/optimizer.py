@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -13,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from grpo_recipes.errors import UserError
+from grpo_recipes.recipe.megatron import SCHEDULER_ARGUMENTS
 
 if TYPE_CHECKING:
     import torch
@@ -83,15 +83,16 @@ def build_scheduler(
         "end_wd": config.weight_decay,
         "wd_incr_steps": total_optimizer_steps,
         "wd_incr_style": "constant",
-        **policy.megatron_cfg.scheduler,
     }
     section = f"{WHERE}.scheduler"
-    known = set(inspect.signature(OptimizerParamScheduler).parameters) - {"optimizer"}
-    _refuse_unknown(values, known, section)
+    given = {name: value for name, value in policy.megatron_cfg.scheduler.items() if value is not None}
+    _refuse_unknown(given, set(SCHEDULER_ARGUMENTS), section)
+    values |= {SCHEDULER_ARGUMENTS[name]: value for name, value in given.items()}
     if values["lr_warmup_steps"] >= values["lr_decay_steps"]:
         raise UserError(
             f"warm-up of {values['lr_warmup_steps']} steps is not shorter than the {values['lr_decay_steps']} of the decay",
-            where=f"{section}.lr_warmup_steps",
+            where=f"{section}.lr_warmup_iters",
+            mend="shorten it, or lengthen lr_decay_iters (by default the run's optimizer steps)",
         )
     try:
         return OptimizerParamScheduler(optimizer, **values)

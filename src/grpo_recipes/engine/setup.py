@@ -1,0 +1,171 @@
+"""From a validated recipe to the parts of a run. Everything that can be wrong with the inputs is found here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_recipes.cluster.contract import Placement
+from grpo_recipes.cluster.inline import InlineGroup
+from grpo_recipes.data.dataset import Dataset, load_datasets
+from grpo_recipes.data.prompts import encode_dataset
+from grpo_recipes.data.tokenizer import chat_template_digest, load_tokenizer, tokenizer_digest
+from grpo_recipes.engine.losses import cross_entropy_loss, policy_loss
+from grpo_recipes.engine.parts import Parts, Prompts
+from grpo_recipes.engine.policy_group import EmbeddedGenerator, PolicyGroup
+from grpo_recipes.engine.worker import Worker
+from grpo_recipes.environments.factory import make_environment
+from grpo_recipes.errors import UserError
+from grpo_recipes.policy.contract import Loss
+from grpo_recipes.recipe.model_folder import ModelFacts, check_model
+from grpo_recipes.recipe.schema import PolicyConfig, Recipe
+from grpo_recipes.runs.files import folder_sha256
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@contextmanager
+def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tuple[Parts, int, dict[str, Any]]]:
+    """Parts of the run, its last step, and the digests of its inputs; worker processes end with the block.
+
+    Raises:
+        UserError: model, tokenizer, data or environment cannot be used.
+    """
+    import torch
+
+    facts = check_model(recipe.policy)
+    tokenizer = load_tokenizer(facts.tokenizer_folder, recipe.policy.trust_remote_code)
+    rows = load_datasets(recipe.data)
+    train, train_rows = prompts_of(rows[0], recipe, tokenizer, "train")
+    validation, validation_rows = prompts_of(rows[1], recipe, tokenizer, "validation")
+    last = last_step(recipe, len(train))
+    policy = recipe.policy
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    factory = partial(
+        make_worker,
+        policy=policy,
+        model_folder=facts.folder,
+        max_positions=facts.max_positions,
+        optimizer_steps=last * optimizer_steps_per_batch(recipe),
+        needs_reference=recipe.loss_fn.reference_policy_kl_penalty > 0,
+    )
+    environment = make_environment(recipe.env, recipe.data)
+    try:
+        with InlineGroup(factory, device=device) as workers:
+            generator = EmbeddedGenerator(workers)
+            packing, longest = policy.sequence_packing, policy.max_total_sequence_length
+            group = PolicyGroup(
+                workers,
+                train_tokens=packing.train_mb_tokens or longest * policy.train_micro_batch_size,
+                logprob_tokens=packing.logprob_mb_tokens or longest * policy.logprob_batch_size,
+            )
+            parts = Parts(
+                recipe=recipe,
+                tokenizer=tokenizer,
+                stop_token_ids=facts.stop_token_ids,
+                train=train,
+                validation=validation,
+                environment=environment,
+                generator=generator,
+                policy=group,
+                loss=make_loss(recipe),
+                refit=generator.take_version,
+                check_stop=check_stop,
+            )
+            yield parts, last, input_digests(facts, tokenizer, train_rows, validation_rows)
+    finally:
+        environment.close()
+
+
+def prompts_of(
+    dataset: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, role: str
+) -> tuple[Prompts, Dataset]:
+    kept, prompt_ids = encode_dataset(dataset, recipe.data, tokenizer, role)
+    for reason, count in kept.excluded.items():
+        print(f"data.{role}: {count} rows left out: {reason}", flush=True)
+    return Prompts(kept, prompt_ids), kept
+
+
+def make_worker(
+    placement: Placement,
+    *,
+    policy: PolicyConfig,
+    model_folder: Path,
+    max_positions: int,
+    optimizer_steps: int,
+    needs_reference: bool,
+) -> Worker:
+    from grpo_recipes.generation.megatron.sampler import MegatronSampler
+    from grpo_recipes.policy.megatron.trainer import MegatronPolicy
+
+    trainer = MegatronPolicy(
+        policy,
+        temperature=policy.generation.temperature,
+        total_optimizer_steps=optimizer_steps,
+        model_folder=model_folder,
+        needs_reference=needs_reference,
+    )
+    sampler = MegatronSampler(
+        trainer.decoder,
+        max_batch_size=policy.generation.max_batch_size,
+        max_positions=max_positions,
+        device=placement.device,
+    )
+    return Worker(trainer, sampler)
+
+
+def make_loss(recipe: Recipe) -> Loss:
+    if recipe.sft:
+        return cross_entropy_loss
+    loss = recipe.loss_fn
+    return partial(
+        policy_loss,
+        clip_min=loss.ratio_clip_min,
+        clip_max=loss.ratio_clip_max,
+        dual_clip=loss.ratio_clip_c,
+        kl_penalty=loss.reference_policy_kl_penalty,
+        kl_type=loss.reference_policy_kl_type,
+        importance_correction=loss.use_importance_sampling_correction,
+    )
+
+
+def optimizer_steps_per_batch(recipe: Recipe) -> int:
+    if recipe.grpo is None:
+        return 1
+    rollouts = recipe.grpo.num_prompts_per_step * recipe.grpo.num_generations_per_prompt
+    return rollouts // recipe.policy.train_global_batch_size
+
+
+def last_step(recipe: Recipe, prompts: int) -> int:
+    """max_num_steps, or fewer if max_num_epochs over the training prompts end before."""
+    if recipe.grpo is None:
+        assert recipe.sft is not None
+        return recipe.sft.max_num_steps
+    if recipe.grpo.max_num_epochs is None:
+        return recipe.grpo.max_num_steps
+    by_epochs = recipe.grpo.max_num_epochs * prompts // recipe.grpo.num_prompts_per_step
+    if by_epochs == 0:
+        raise UserError(
+            f"{prompts} prompts are less than one step of {recipe.grpo.num_prompts_per_step}",
+            where="grpo.max_num_epochs",
+            mend="raise it, leave it out, or lower grpo.num_prompts_per_step",
+        )
+    return min(recipe.grpo.max_num_steps, by_epochs)
+
+
+def input_digests(
+    facts: ModelFacts, tokenizer: PreTrainedTokenizerBase, train: Dataset, validation: Dataset
+) -> dict[str, Any]:
+    return {
+        "model": folder_sha256(facts.folder),
+        "tokenizer": tokenizer_digest(tokenizer),
+        "chat_template": chat_template_digest(tokenizer),
+        "train_rows": train.digest(),
+        "validation_rows": validation.digest(),
+        "rows": {"train": len(train), "validation": len(validation)},
+        "left_out": {"train": dict(train.excluded), "validation": dict(validation.excluded)},
+    }
