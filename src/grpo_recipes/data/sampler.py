@@ -22,7 +22,7 @@ class SamplerState:
 def epoch_order(seed: int, epoch: int, size: int) -> tuple[int, ...]:
     """A permutation of range(size), uniform and a function of its arguments only.
 
-    Rows are sorted by random keys because Random.random() repeats across Python versions; shuffle() does not promise to.
+    Rows are sorted by random keys: Random.random() repeats across Python versions, shuffle() does not promise to.
     """
     draw = random.Random(f"{seed}:{epoch}")
     keys = [draw.random() for _ in range(size)]
