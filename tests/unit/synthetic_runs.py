@@ -127,8 +127,8 @@ def write_run(path: Path, seed: int, *, last: int = STEPS, hostile: str = "") ->
             "train/grader_errors": 0.0,
         }
         timing = {name: seconds * math.exp(rng.gauss(0, 0.1)) for name, seconds in PHASES.items()}
-        timing |= {"checkpoint": 0.12} if row.step % PERIOD == 0 else {}
-        timing |= {"total": sum(timing.values()) + 0.01, "generation_tokens_per_s": rng.gauss(21000, 500),
+        timing |= {"total": sum(timing.values()) + 0.01, "checkpoint": 0.12 if row.step % PERIOD == 1 else 0.0,
+                   "generation_tokens_per_s": rng.gauss(21000, 500),
                    "training_tokens_per_s": rng.gauss(9000, 200)}  # fmt: skip
         memory = {f"peak_{name}": (600 + 40 * i) * 2**20 for i, name in enumerate(PHASES)}
         log.append(row.step, "train", metrics, timing, memory)

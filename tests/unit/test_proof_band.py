@@ -90,6 +90,20 @@ def test_a_run_evaluated_at_other_steps_makes_no_band(runs, tmp_path):
         make_band([runs[0].path, other.path])
 
 
+def test_a_step_without_a_loss_leaves_a_gap_in_that_curve_only(runs, tmp_path):
+    # Covers: every group of a step was dropped
+    other = change(runs[1], tmp_path / "o", lambda manifest: None)
+    lines = [json.loads(line) for line in other.metrics_path.read_text().splitlines()]
+    for line in lines:
+        if (line["step"], line["kind"]) == (7, "train"):
+            del line["metrics"]["train/loss"]
+    other.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = make_band([runs[0].path, other.path]).curves
+    assert 7 not in curves["train/loss"].steps
+    assert len(curves["train/loss"].steps) == 149
+    assert len(curves["train/reward"].steps) == 150
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"schema_version": 99}', '{"schema_version": 1, "recipe": {}}'])
 def test_a_damaged_reference_is_a_user_error(tmp_path, text):
     (tmp_path / "r.json").write_text(text)

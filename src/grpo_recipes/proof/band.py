@@ -19,7 +19,7 @@ from grpo_recipes.recipe.locate import measured_folder
 from grpo_recipes.runs.files import read_json_object, write_atomically
 from grpo_recipes.runs.folder import RunFolder, open_run
 from grpo_recipes.runs.manifest import read_manifest
-from grpo_recipes.runs.metrics import MetricsRow, read_metrics
+from grpo_recipes.runs.metrics import MetricsRow, read_metrics, series
 
 SCHEMA_VERSION = 1
 ACCURACY, REWARD, MISMATCH = "val/accuracy", "train/reward", "train/gen_kl_error"
@@ -222,17 +222,22 @@ def _curves(folders: Sequence[RunFolder], last: int) -> dict[str, Curve]:
         if missing:
             raise UserError(f"step {missing[0]} of {last} is missing", where=str(folder.path), mend="finish the run")
         runs.append(rows)
-    curves = {}
-    for name in METRICS:
-        rows_with = [[row for row in rows if name in row.metrics] for rows in runs]
-        steps = [tuple(row.step for row in rows) for rows in rows_with]
-        if not all(steps):
-            continue
-        for folder, own in zip(folders, steps, strict=True):
-            if own != steps[0]:
-                raise UserError(f"{name} was measured at other steps", where=str(folder.path), mend="finish the run")
-        curves[name] = Curve(steps[0], tuple(tuple(row.metrics[name] for row in rows) for rows in rows_with))
+    curves = {name: curve for name in METRICS if (curve := _curve([_by_step(rows, name) for rows in runs]))}
+    evaluated = [_by_step(rows, ACCURACY).keys() for rows in runs]
+    for folder, steps in zip(folders, evaluated, strict=True):
+        if steps != evaluated[0]:
+            raise UserError("was evaluated at other steps", where=str(folder.path), mend="finish the run")
     return curves
+
+
+def _by_step(rows: Sequence[MetricsRow], name: str) -> dict[int, float]:
+    return dict(series(rows, name))
+
+
+def _curve(runs: Sequence[Mapping[int, float]]) -> Curve | None:
+    """Over the steps that all runs measured: a step without a loss (every group dropped) has few metrics."""
+    steps = tuple(step for step in runs[0] if all(step in run for run in runs))
+    return Curve(steps, tuple(tuple(run[step] for step in steps) for run in runs)) if steps else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

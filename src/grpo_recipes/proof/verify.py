@@ -63,17 +63,21 @@ class Check:
     value: float
     low: float
     high: float
-    unit: str = ""
+    percent: bool = False
 
     @property
     def passed(self) -> bool:
         return self.low <= self.value <= self.high  # false for nan
 
     def __str__(self) -> str:
-        verdict = "inside" if self.passed else "OUTSIDE"
-        low = "" if self.low == -math.inf else f"{self.low:.4g} to "
-        value = "never" if self.value == math.inf else f"{self.value:.4g}{self.unit}"
-        return f"{self.name}: {value}, {verdict} {low or 'up to '}{self.high:.4g}{self.unit}"
+        value = "never" if self.value == math.inf else self._show(self.value)
+        allowed = (
+            self._show(self.high) if self.low == -math.inf else f"{self._show(self.low)} to {self._show(self.high)}"
+        )
+        return f"{self.name}: {value}, {'inside' if self.passed else 'OUTSIDE'} {allowed}"
+
+    def _show(self, value: float) -> str:
+        return f"{100 * value:.1f} %" if self.percent else f"{value:.4g}"
 
 
 @dataclass(frozen=True)
@@ -145,9 +149,9 @@ def _doubts(manifest: Mapping[str, Any], rows: Sequence[MetricsRow], band: Band)
     missing = missing_training_steps(rows, last)
     if missing:
         yield f"the run is not complete: {len(missing)} of {last} steps are missing, the first is {missing[0]}"
-    if MISMATCH in band.curves and not series(list(rows), MISMATCH):
+    if MISMATCH in band.curves and not series(rows, MISMATCH):
         yield f"the run has no {MISMATCH}"
-    evaluated = {step for step, _ in series(list(rows), ACCURACY)}
+    evaluated = {step for step, _ in series(rows, ACCURACY)}
     unevaluated = [step for step in reference.steps if step not in evaluated]
     if unevaluated:
         yield f"the run is not complete: {len(unevaluated)} evaluations are missing, the first at step {unevaluated[0]}"
@@ -170,7 +174,7 @@ def _notes(manifest: Mapping[str, Any], rows: Sequence[MetricsRow], band: Band) 
     if run_seed(manifest) in band.seeds:
         yield f"note: seed {run_seed(manifest)} is one of the reference's own"
     for name, what in (("train/bad_steps", "skipped optimizer steps"), ("train/grader_errors", "failed gradings")):
-        total = sum(value for _, value in series(list(rows), name))
+        total = sum(value for _, value in series(rows, name))
         if total:
             yield f"note: {total:g} {what}"
 
@@ -178,13 +182,15 @@ def _notes(manifest: Mapping[str, Any], rows: Sequence[MetricsRow], band: Band) 
 def _checks(rows: Sequence[MetricsRow], band: Band) -> Iterator[Check]:
     reference = band.curves[ACCURACY]
     steps = reference.steps
-    measured = dict(series(list(rows), ACCURACY))
+    measured = dict(series(rows, ACCURACY))
     run = [measured[step] for step in steps]
     problems = _num_problems(band)
 
     count = len(steps)
     last = [0.0] * (count - LAST_EVALUATIONS) + [1 / LAST_EVALUATIONS] * LAST_EVALUATIONS
-    yield _level_check(f"final accuracy, mean of {LAST_EVALUATIONS}", reference, run, last, problems)
+    yield _level_check(
+        f"final accuracy, mean of the last {LAST_EVALUATIONS} evaluations", reference, run, last, problems
+    )
     yield _level_check("mean accuracy over all steps", reference, run, area_weights(steps), problems)
 
     start, end = reference.mean[0], statistics.fmean(reference.mean[-LAST_EVALUATIONS:])
@@ -195,15 +201,17 @@ def _checks(rows: Sequence[MetricsRow], band: Band) -> Iterator[Check]:
             period = max(b - a for a, b in pairwise(steps))
             half = prediction_half_width(times) + period
             mean = statistics.fmean(times)
-            name = f"steps to {share:.0%} of the rise (accuracy {level:.3f})"
-            yield Check(name, time_to(level, steps, run), mean - half, mean + half)
+            name = f"steps to {share:.0%} of the rise (accuracy {100 * level:.1f} %)"
+            yield Check(name, time_to(level, steps, run), max(mean - half, 0.0), mean + half)
 
-    mismatch = [abs(value) for _, value in series(list(rows), MISMATCH)]
+    mismatch = [abs(value) for _, value in series(rows, MISMATCH)]
     if mismatch and MISMATCH in band.curves:
         levels = [statistics.fmean(map(abs, row)) for row in band.curves[MISMATCH].values]
         upper = statistics.fmean(levels) + prediction_half_width(levels)
         limit = max(upper, MISMATCH_FACTOR * max(levels), MISMATCH_FLOOR)
-        yield Check("mismatch of sampler and trainer, mean", statistics.fmean(mismatch), -math.inf, limit)
+        yield Check(
+            f"mismatch of sampler and trainer, mean {MISMATCH}, at most", statistics.fmean(mismatch), -math.inf, limit
+        )
 
 
 def _level_check(
@@ -221,7 +229,7 @@ def _level_check(
         one_run = sum(w * w * binomial_variance(p, problems) for w, p in zip(weights, reference.mean, strict=True))
         sampling = Z_995 * math.sqrt(one_run * (1 + 1 / len(levels)))
     half = math.hypot(prediction_half_width(levels), sampling)
-    return Check(name, level(run), mean - half, mean + half)
+    return Check(name, level(run), max(mean - half, 0.0), min(mean + half, 1.0), percent=True)
 
 
 def _num_problems(band: Band) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -96,7 +96,7 @@ def last_attempt(path: Path) -> int:
     return max((e.attempt if isinstance(e, MetricsRow) else e[0] for e in _entries(path)), default=0)
 
 
-def series(rows: list[MetricsRow], name: str) -> list[tuple[int, float]]:
+def series(rows: Sequence[MetricsRow], name: str) -> list[tuple[int, float]]:
     """(step, value) of one metric."""
     return [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
 
