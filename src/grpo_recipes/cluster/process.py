@@ -54,7 +54,7 @@ class ProcessGroup:
         ports: PortPlan | None = None,
         time_limit_s: float | None = None,
     ) -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # absent from __all__
 
         self.world_size = world_size
         self.threads = threads_per_worker(world_size)

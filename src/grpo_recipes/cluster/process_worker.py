@@ -109,7 +109,7 @@ def _join(setup: Setup) -> None:
     cuda = placement.device.startswith("cuda")
     if cuda:
         torch.cuda.set_device(placement.local_rank)
-    store = dist.TCPStore(setup.master_address, setup.master_port, placement.world_size, is_master=False)
+    store = dist.TCPStore(setup.master_address, setup.master_port, placement.world_size, is_master=False)  # type: ignore[attr-defined]  # absent from __all__
     dist.init_process_group(
         "nccl" if cuda else "gloo", store=store, rank=placement.rank, world_size=placement.world_size
     )

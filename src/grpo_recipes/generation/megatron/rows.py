@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class Rows:
         most_stops = max((len(r.sampling.stop_token_ids) for r in requests), default=0)
         stops = [list(r.sampling.stop_token_ids) for r in requests]
 
-        def int64(values: list) -> Tensor:
+        def int64(values: list[Any]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         return Rows(
