@@ -248,7 +248,8 @@ def _memory(rows: Sequence[MetricsRow]) -> str:
             peaks[phase] = max(peaks.get(phase, 0.0), value / 2**20)
     order = [*(p for p in PHASES if p in peaks), *(p for p in peaks if p not in PHASES)]
     bars = {phase: peaks[phase] for phase in order}
-    return _figure("", bar_chart("Peak memory by phase", bars, "MiB")) if bars else ""
+    chart = _figure("", bar_chart("Peak memory by phase", bars, "MiB"))
+    return f'<div class="wide">{chart}</div>' if bars else ""
 
 
 def _grid(rows: Sequence[MetricsRow], charts: Sequence[tuple[str, Sequence[str], bool]]) -> str:
@@ -284,7 +285,7 @@ def _rollouts(folder: RunFolder) -> str:
         f'<div class="grid">{"".join(map(rollout_card, chosen(read_rollouts(folder, step))))}</div></details>'
         for step in shown
     ]
-    note = "The darker a token is marked, the less likely it was when it was drawn."
+    note = "The stronger a token is marked, the less likely it was when it was drawn."
     return f'<p class="soft small">{note}</p>' + "".join(parts)
 
 

@@ -70,7 +70,7 @@ def _response(rollout: Rollout) -> str:
 
 
 def _token(text: str, logprob: float, token_id: object) -> str:
-    """Darker the less likely the token was."""
+    """Marked the stronger, the less likely the token was."""
     surprise = min(max(0.0, -logprob / FULL_MARK), 1.0) if math.isfinite(logprob) else 1.0
     tip = f"token {safe(token_id)}, logprob {logprob:.4g}, probability {math.exp(min(logprob, 0.0)):.3g}"
     colour = f"background:rgba(var(--mark),{surprise * 0.75:.2f})"

@@ -60,7 +60,8 @@ overflow:auto}
 .tok{border-radius:2px;box-shadow:inset 0 -1px var(--line)}
 details{border:1px solid var(--line);border-radius:6px;padding:.5em .9em;margin:.6em 0}
 summary{cursor:pointer}details pre{overflow-x:auto}
-@media print{body{font-size:11pt;max-width:none}.rollout pre{max-height:none}.tok{print-color-adjust:exact}
+@media print{body{font-size:10pt;max-width:none;padding:0}h2{break-after:avoid}.wide,.grid{grid-template-columns:1fr 1fr}
+.rollout pre{max-height:none}.tok{print-color-adjust:exact}
 svg,.key,.verdict{print-color-adjust:exact}}
 """
     + "".join(f".key.s{i}{{background:{colour}}}" for i, colour in enumerate(SERIES, start=1))

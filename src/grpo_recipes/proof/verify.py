@@ -71,10 +71,8 @@ class Check:
 
     def __str__(self) -> str:
         value = "never" if self.value == math.inf else self._show(self.value)
-        allowed = (
-            self._show(self.high) if self.low == -math.inf else f"{self._show(self.low)} to {self._show(self.high)}"
-        )
-        return f"{self.name}: {value}, {'inside' if self.passed else 'OUTSIDE'} {allowed}"
+        verdict = "inside" if self.passed else "OUTSIDE"
+        return f"{self.name}: {value}, {verdict} {self._show(self.low)} to {self._show(self.high)}"
 
     def _show(self, value: float) -> str:
         return f"{100 * value:.1f} %" if self.percent else f"{value:.4g}"
@@ -209,9 +207,7 @@ def _checks(rows: Sequence[MetricsRow], band: Band) -> Iterator[Check]:
         levels = [statistics.fmean(map(abs, row)) for row in band.curves[MISMATCH].values]
         upper = statistics.fmean(levels) + prediction_half_width(levels)
         limit = max(upper, MISMATCH_FACTOR * max(levels), MISMATCH_FLOOR)
-        yield Check(
-            f"mismatch of sampler and trainer, mean {MISMATCH}, at most", statistics.fmean(mismatch), -math.inf, limit
-        )
+        yield Check(f"mismatch of sampler and trainer, mean {MISMATCH}", statistics.fmean(mismatch), 0.0, limit)
 
 
 def _level_check(
