@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,11 +21,12 @@ from grpo_recipes.policy.attention import Rotary
 from grpo_recipes.policy.hf.families import Family
 from grpo_recipes.policy.hf.rope import rotary_of
 from grpo_recipes.policy.megatron.core_attention import CoreAttention, TECoreAttention
+from grpo_recipes.recipe.megatron import dtype_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
+    from grpo_recipes.recipe.schema import PolicyConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -114,29 +114,13 @@ def transformer_config(hf: PretrainedConfig, family: Family, policy: PolicyConfi
     }
     if megatron.activation_checkpointing:
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    values |= extra_fields(megatron)
+    dtypes = dtype_fields("TransformerConfig")
+    extras = megatron.model_extra or {}
+    values |= {k: getattr(torch, v) if k in dtypes and isinstance(v, str) else v for k, v in extras.items()}
     try:
         return TransformerConfig(**values)
     except (AssertionError, ValueError) as error:  # Megatron's own checks of combinations
         raise UserError(str(error) or "Megatron-Core refuses this combination", where="policy.megatron_cfg") from error
-
-
-def extra_fields(megatron: MegatronConfig) -> dict[str, Any]:
-    """Keys of megatron_cfg beyond its own, each a field of TransformerConfig."""
-    extras = megatron.model_extra or {}
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
-    for key in extras:
-        if key not in known:
-            raise UserError(
-                f"{key!r} is no field of Megatron-Core's TransformerConfig", where=f"policy.megatron_cfg.{key}"
-            )
-        if key in ("apply_rope_fusion", "rotary_interleaved") and extras[key]:
-            raise UserError(
-                "positions are rotated outside Megatron-Core, unfused",
-                where=f"policy.megatron_cfg.{key}",
-                mend="leave it out",
-            )
-    return extras
 
 
 def _block_spec(config: TransformerConfig, use_te: bool) -> TransformerBlockSubmodules:

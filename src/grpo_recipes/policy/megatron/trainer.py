@@ -125,10 +125,10 @@ class MegatronPolicy:
         return self.weights.buckets()
 
     def save(self, folder: Path) -> None:
-        checkpoint.save(folder, self.built, self.optimizer, self.scheduler)
+        checkpoint.save(folder, self.weights, self.optimizer, self.scheduler)
 
     def load(self, folder: Path) -> None:
-        checkpoint.load(folder, self.built, self.optimizer, self.scheduler)
+        checkpoint.load(folder, self.weights, self.model, self.optimizer, self.scheduler)
 
     def export(self, folder: Path) -> None:
         tensors = (item for bucket in self.weight_buckets() for item in bucket.items())
