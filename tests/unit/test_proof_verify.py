@@ -115,6 +115,14 @@ def test_a_new_default_and_neutral_keys_change_nothing(band):
     assert judge(other, honest_rows(9), band).outcome == "reproduced"
 
 
+def test_where_the_model_lies_changes_nothing(band):
+    band = replace(band, full={**band.full, "policy": {"model_name": "there", "precision": "float32"}})
+    same = manifest(999, policy={"model_name": "here", "precision": "float32"})
+    assert judge(same, honest_rows(9), band).outcome == "reproduced"
+    other = manifest(999, policy={"model_name": "there", "precision": "bfloat16"})
+    cannot_tell(judge(other, honest_rows(9), band), "policy.precision")
+
+
 def test_another_version_model_or_dataset_cannot_be_told(band):
     other = manifest(999)
     other["recipe"]["version"] = "v2"

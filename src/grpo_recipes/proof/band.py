@@ -38,6 +38,8 @@ METRICS = (
 )
 # May differ between a run and its reference: they say what is drawn, written or kept, not what is learnt.
 NEUTRAL = ("description", "grpo.seed", "sft.seed", "logger.", "checkpointing.")
+# Where a model or dataset lies is each machine's own affair: what it holds is compared by digest (manifest, inputs).
+LOCATIONS = ("policy.model_name", "policy.tokenizer.name", "data.train.path", "data.validation.path")
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def missing_training_steps(rows: Sequence[MetricsRow], last: int) -> list[int]:
 def _comparable(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Leaves that matter, as JSON carries them (a tuple is a list there)."""
     plain = json.loads(json.dumps(tree))
-    return ((key, value) for key, value in leaves(plain) if not key.startswith(NEUTRAL))
+    return ((key, value) for key, value in leaves(plain) if not key.startswith(NEUTRAL) and key not in LOCATIONS)
 
 
 def _machine(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -199,7 +199,8 @@ def _learning(rows: Sequence[MetricsRow], band: Band | None) -> str:
 
     greedy = series(rows, "val/greedy_accuracy")
     others = [Line("greedy", greedy, "s3 alt")] if greedy else []
-    return chart("Accuracy on held-out problems", ACCURACY, others, True) + chart("Reward of the rollouts", REWARD)
+    accuracy = chart("Accuracy on held-out problems", ACCURACY, others, True)
+    return accuracy + (chart("Reward of the rollouts", REWARD) if series(rows, REWARD) else "")
 
 
 def _time(rows: Sequence[MetricsRow]) -> str:
