@@ -185,5 +185,11 @@ def test_grader_that_cannot_be_imported_is_no_verdict() -> None:
     pool.close()
 
 
+def test_worker_killed_while_it_starts_is_started_again(make_pool: Callable[..., GraderPool]) -> None:
+    pool = make_pool(1)
+    os.kill(pool.worker_pids()[0], signal.SIGKILL)
+    assert pool.grade([("ok", 1.0)]) == [Verdict(1.0, None)]
+
+
 def test_nothing_to_judge(make_pool: Callable[..., GraderPool]) -> None:
     assert make_pool().grade([]) == []

@@ -132,6 +132,8 @@ def _read_folder(path: Path, question: str, answer: str) -> Iterator[tuple[Place
         found = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
         raise _damaged(path, error) from error
+    except IndexError:  # how load_from_disk meets a dataset without rows
+        return
     if isinstance(found, datasets.DatasetDict):
         raise UserError("the folder holds several splits", where=str(path), mend=f"name one: {', '.join(found)}")
     _require(path, found.column_names, question, answer)

@@ -42,7 +42,7 @@ def _create(task: str, task_args: dict[str, Any], size: int, seed: int, where: s
     for name in task_args:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3) or sorted(known)
-            mend = f"use data's own {name}" if name in ("size", "seed") else f"use {', '.join(close)}"
+            mend = f"use {where}.{name}" if name in ("size", "seed") else f"use {', '.join(close)}"
             raise UserError(f"{task} has no argument {name!r}", where=f"{where}.task_args.{name}", mend=mend)
     try:
         return reasoning_gym.create_dataset(task, **task_args, size=size, seed=seed)

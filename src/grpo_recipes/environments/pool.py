@@ -22,6 +22,7 @@ from itertools import batched
 from typing import Any
 
 START_TIMEOUT_S = 300.0  # importing a grader's libraries from a slow shared disk
+START_ATTEMPTS = 3
 EXIT_TIMEOUT_S = 1.0  # a process that closed its channel may need a moment to have an exit status
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -140,17 +141,20 @@ class _Worker:
         return code
 
     def _await_ready(self) -> None:
-        if self._ready:
-            return
-        try:
-            problem = self._receive(START_TIMEOUT_S)["error"]
-        except TimeoutError:
-            problem = f"not ready after {START_TIMEOUT_S:g} s"
-        except (WorkerGone, ConnectionError):
-            problem = _describe(self.stop())
-        if problem is not None:
-            raise RuntimeError(f"the grader {self.grader} did not start: {problem}")
-        self._ready = True
+        deaths = 0
+        while not self._ready:
+            try:
+                problem = self._receive(START_TIMEOUT_S)["error"]
+            except TimeoutError:
+                problem = f"not ready after {START_TIMEOUT_S:g} s"
+            except (WorkerGone, ConnectionError):  # killed while it started
+                problem = _describe(self._restart())
+                deaths += 1
+                if deaths < START_ATTEMPTS:
+                    continue
+            if problem is not None:
+                raise RuntimeError(f"the grader {self.grader} did not start: {problem}")
+            self._ready = True
 
     def _send(self, tasks: Sequence[tuple[Any, ...]]) -> None:
         self.channel.settimeout(self.timeout_s)
