@@ -119,6 +119,11 @@ def test_long_runs_are_thinned_by_means():
     assert len(thin(points[:400])) == 400
 
 
+def test_steps_are_whole():
+    texts = [e.text for e in svg(line_chart("t", [Line("a", [(1, 0.0), (10, 1.0)])])).iter() if e.tag.endswith("text")]
+    assert [text for text in texts if text in ("2.5", "5", "7.5", "10")] == ["5", "10"]
+
+
 def test_labels_are_escaped():
     hostile = "<script>\"'&"
     for markup in (

@@ -224,7 +224,7 @@ def _axes(frame: Frame, y_ticks: Sequence[float], percent: bool, unit: str = "")
         y = frame.py(tick)
         body += f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>'
         body += f'<text class="end" x="{LEFT - 6}" y="{y + 4:.1f}">{text}{f" {escape(unit)}" if unit else ""}</text>'
-    x_ticks = [tick for tick in ticks(*frame.x) if frame.x[0] <= tick <= frame.x[1]]
+    x_ticks = [tick for tick in ticks(*frame.x) if frame.x[0] <= tick <= frame.x[1] and tick == int(tick)]  # steps
     for tick, text in zip(x_ticks, tick_labels(x_ticks), strict=True):
         body += f'<text x="{frame.px(tick):.1f}" y="{bottom + 16}">{text}</text>'
     body += f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>'

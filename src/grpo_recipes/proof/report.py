@@ -92,11 +92,7 @@ def page(
         _section("Learning", f'<div class="wide">{_learning(rows, band)}</div>'),
         _section("Where the time goes", _time(rows)),
         _section("Peak memory by phase", _memory(rows)),
-        _section(
-            "Sampler against trainer",
-            "<p class='soft small'>The same tokens, judged by both at the same temperature with the weights that "
-            f"sampled them.</p>{_grid(rows, MISMATCH)}",
-        ),
+        _section("Sampler against trainer", _mismatch(rows)),
         _section("Optimisation", _grid(rows, DYNAMICS)),
         _section("Rollouts", _rollouts(folder)),
         _section("Manifest", _manifest(manifest)),
@@ -264,6 +260,12 @@ def _grid(rows: Sequence[MetricsRow], charts: Sequence[tuple[str, Sequence[str],
         if lines:
             figures.append(_figure(heading, line_chart(heading, lines, log=log, size=SMALL)))
     return f'<div class="grid">{"".join(figures)}</div>' if figures else ""
+
+
+def _mismatch(rows: Sequence[MetricsRow]) -> str:
+    note = "The same tokens, judged by both at the same temperature with the weights that sampled them."
+    charts = _grid(rows, MISMATCH)
+    return charts and f'<p class="soft small">{note}</p>{charts}'
 
 
 def _drawn(rows: Sequence[MetricsRow], name: str) -> list[tuple[int, float]]:
