@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
+
+SRC = Path(__file__).parents[1] / "src"
 
 # Before torch is imported anywhere, and inherited by every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["PYTHONPATH"] = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ["NEMORUN_HOME"] = tempfile.mkdtemp(prefix="nemorun-")
 
 GPU_MISSING = "needs CUDA"
