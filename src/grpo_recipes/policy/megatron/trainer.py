@@ -70,6 +70,7 @@ class MegatronPolicy:
         family = family_of(hf)
         if not torch.cuda.is_available():
             torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # Megatron reads none of it, and it takes time
         parallel.initialize(policy.megatron_cfg, seed)
         self.built = build_model(hf, family, policy)
         self.weights = WeightMap(self.built, hf, family)
@@ -256,15 +257,13 @@ def _combine(outputs: Sequence[Any]) -> tuple[float, dict[str, float], dict[str,
     """Loss, sums and maxima over microbatches, data-parallel ranks and pipeline stages; float64."""
     loss, sums, maxima = 0.0, {}, {}
     for found in outputs:
-        names = [*found.sums, *found.maxima]
         scalars = [found.loss.detach(), *found.sums.values(), *found.maxima.values()]
-        values = torch.stack([s.to(torch.float64) for s in scalars]).tolist()
+        values = torch.stack([s.to(torch.float64) for s in scalars]).tolist()  # one transfer from the device
         loss += values[0]
-        for name, value in zip(names, values[1:], strict=True):
-            if name in found.sums:
-                sums[name] = sums.get(name, 0.0) + value
-            else:
-                maxima[name] = max(maxima.get(name, -math.inf), value)
+        for name, value in zip(found.sums, values[1:], strict=False):
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in zip(found.maxima, values[1 + len(found.sums) :], strict=True):
+            maxima[name] = max(maxima.get(name, -math.inf), value)
     if dist.get_world_size() == 1:
         return loss, sums, maxima
     group = parallel_state.get_data_parallel_group()
