@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 
@@ -31,7 +30,9 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.grpo and not recipe.sft:
         yield Problem("grpo, sft", "neither is set", "set grpo (or, for a supervised warm start, sft)")
     if not recipe.policy.megatron_cfg.enabled:
-        yield Problem("policy.megatron_cfg.enabled", "is false, and Megatron-Core is the only trainer", "set it to true")
+        yield Problem(
+            "policy.megatron_cfg.enabled", "is false, and Megatron-Core is the only trainer", "set it to true"
+        )
 
 
 def _grpo(grpo: GRPOConfig, policy: PolicyConfig) -> Iterator[Problem]:
@@ -43,7 +44,7 @@ def _grpo(grpo: GRPOConfig, policy: PolicyConfig) -> Iterator[Problem]:
             f"(num_prompts_per_step {grpo.num_prompts_per_step} x num_generations_per_prompt "
             f"{grpo.num_generations_per_prompt})",
             "the rollouts of a step must be a whole number of global batches: "
-            f"try {math.gcd(rollouts, policy.train_global_batch_size)} or {rollouts}",
+            f"try {' or '.join(map(str, _nearest_divisors(rollouts, policy.train_global_batch_size)))}",
         )
     if grpo.num_generations_per_prompt == 1:
         for name in ("use_leave_one_out_baseline", "normalize_rewards", "drop_zero_variance_groups"):
@@ -53,6 +54,13 @@ def _grpo(grpo: GRPOConfig, policy: PolicyConfig) -> Iterator[Problem]:
                     "compares the generations of a prompt, and num_generations_per_prompt is 1",
                     f"set grpo.num_generations_per_prompt to at least 2, or grpo.{name} to false",
                 )
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors of `number` just below and just above `wanted`."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
+    return [*below[-1:], *above[:1]]
 
 
 def _loss(recipe: Recipe) -> Iterator[Problem]:

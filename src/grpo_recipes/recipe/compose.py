@@ -10,7 +10,7 @@ from typing import Any
 from grpo_recipes.errors import UserError
 from grpo_recipes.recipe.catalogue import find
 from grpo_recipes.recipe.digest import digest
-from grpo_recipes.recipe.layers import Layer, file_layers, merge, override_layer
+from grpo_recipes.recipe.layers import file_layers, merge, override_layer
 from grpo_recipes.recipe.leaves import leaves, unflatten
 from grpo_recipes.recipe.locate import recipes_folder
 from grpo_recipes.recipe.schema import Recipe
@@ -74,12 +74,6 @@ def resolve(reference: str, overrides: Sequence[str] = (), folder: Path | None =
     values, set_by = merge(layers)
     recipe = validate(values, set_by, f"{file.name} {file.version}")
     return _resolved(file.name, file.version, recipe, set_by, file.path.parent, tuple(overrides))
-
-
-def compose_values(path: Path, folder: Path | None = None) -> dict[str, Any]:
-    """The merged values of a file without validation or defaults: cheap, for listings."""
-    layers: list[Layer] = file_layers(path, folder or recipes_folder())
-    return merge(layers)[0]
 
 
 def load_resolved(path: Path) -> ResolvedRecipe:

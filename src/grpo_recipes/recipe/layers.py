@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import UserError
-from grpo_recipes.recipe.leaves import leaves, nest
+from grpo_recipes.recipe.leaves import get, leaves, nest
 from grpo_recipes.recipe.problems import nearest
 from grpo_recipes.recipe.yaml_files import load_mapping, parse
 
@@ -28,37 +28,39 @@ def file_layers(path: Path, folder: Path) -> list[Layer]:
     Raises:
         UserError: a file is missing, is not YAML, includes itself, or uses interpolation.
     """
-    return [*_bases(path, folder, (path.resolve(),)), Layer(f"recipe {_label(path, folder)}", _own(path))]
+    return _file_layers(path.resolve(), "recipe", folder, ())
 
 
-def _bases(path: Path, folder: Path, above: tuple[Path, ...]) -> list[Layer]:
-    defaults = load_mapping(path).get("defaults", [])
+def _file_layers(path: Path, kind: str, folder: Path, above: tuple[Path, ...]) -> list[Layer]:
+    values = load_mapping(path)
+    defaults = values.pop("defaults", [])
     if not isinstance(defaults, list) or not all(isinstance(entry, str) for entry in defaults):
-        raise UserError("defaults must be a list of relative paths", where=str(path), mend="defaults: [../_base/x.yaml]")
-    layers = []
-    for entry in defaults:
-        base = (path.parent / entry).resolve()
-        if base in above:
-            raise UserError(f"defaults come back to {entry}", where=str(path), mend="break the circle")
-        if not base.is_file():
-            siblings = [p.name for p in base.parent.glob("*.yaml")] if base.parent.is_dir() else []
-            close = nearest(base.name, siblings) or siblings
-            mend = f"did you mean {' or '.join(close)}?" if close else "paths are relative to this file"
-            raise UserError(f"defaults name {entry}, which does not exist", where=str(path), mend=mend)
-        layers += [*_bases(base, folder, (*above, base)), Layer(f"base {_label(base, folder)}", _own(base))]
-    return layers
-
-
-def _own(path: Path) -> dict[str, Any]:
-    values = {key: value for key, value in load_mapping(path).items() if key != "defaults"}
+        raise UserError(
+            "defaults must be a list of relative paths", where=str(path), mend="defaults: [../_base/x.yaml]"
+        )
     for leaf, value in leaves(values):
         _refuse_strange(value, f"{leaf} in {path}")
-    return values
+    bases = [_base(path, entry, (*above, path)) for entry in defaults]
+    below = [layer for base in bases for layer in _file_layers(base, "base", folder, (*above, path))]
+    return [*below, Layer(f"{kind} {_label(path, folder)}", values)]
+
+
+def _base(path: Path, entry: str, above: tuple[Path, ...]) -> Path:
+    """The file that an entry of `defaults` in `path` names."""
+    base = (path.parent / entry).resolve()
+    if base in above:
+        raise UserError(f"defaults come back to {entry}", where=str(path), mend="break the circle")
+    if not base.is_file():
+        siblings = [p.name for p in base.parent.glob("*.yaml")] if base.parent.is_dir() else []
+        close = nearest(base.name, siblings) or siblings
+        mend = f"did you mean {' or '.join(close)}?" if close else "paths are relative to this file"
+        raise UserError(f"defaults name {entry}, which does not exist", where=str(path), mend=mend)
+    return base
 
 
 def _label(path: Path, folder: Path) -> str:
-    path = path.resolve()
-    return path.relative_to(folder.resolve()).as_posix() if path.is_relative_to(folder.resolve()) else path.as_posix()
+    folder = folder.resolve()
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()
 
 
 def override_layer(override: str, is_text: Callable[[str], bool]) -> Layer:
@@ -112,6 +114,17 @@ def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
     """
     from omegaconf import OmegaConf
 
-    merged = OmegaConf.to_container(OmegaConf.merge(*(OmegaConf.create(layer.values) for layer in layers)))
+    # unsafe_merge is the faster one: it may change its inputs, which nobody else holds.
+    merged: Any = OmegaConf.to_container(OmegaConf.unsafe_merge(*(OmegaConf.create(layer.values) for layer in layers)))
     set_by = {leaf: layer.origin for layer in layers for leaf, _ in leaves(layer.values)}
     return merged, {leaf: set_by[leaf] for leaf, _ in leaves(merged)}
+
+
+def last(layers: Sequence[Layer], path: str, default: Any = None) -> Any:
+    """The value of one leaf after merging, without merging."""
+    for layer in reversed(layers):
+        try:
+            return get(layer.values, path)
+        except KeyError:
+            continue
+    return default

@@ -18,9 +18,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def nest(path: str, value: Any) -> dict[str, Any]:
     """The tree whose only leaf is `path`."""
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return value
+    return unflatten({path: value})
 
 
 def get(tree: Mapping[str, Any], path: str) -> Any:

@@ -133,7 +133,9 @@ def _section(where: str, class_name: str, given: Mapping[str, Any], own: tuple[s
             yield Problem(path, f"can only be {json.dumps(FIXED[key][0])}: {FIXED[key][1]}", "remove it")
         elif key not in known:
             close = nearest(key, [*own, *(name for name in known if name not in derived)])
-            mend = f"did you mean {' or '.join(f'{where}.{name}' for name in close)}?" if close else _lost(key, class_name)
+            mend = (
+                f"did you mean {' or '.join(f'{where}.{name}' for name in close)}?" if close else _lost(key, class_name)
+            )
             yield Problem(path, f"is not a field of Megatron-Core's {class_name}", mend)
         elif not known[key]["accepts"] or known[key]["accepts"] == ["null"]:
             yield Problem(path, f"is a {known[key]['type']}, which a recipe cannot express", "remove it")
@@ -153,7 +155,9 @@ def _lost(key: str, class_name: str) -> str:
 
 
 def _type(path: str, value: Any, accepts: list[str], choices: list[Any] | tuple[str, ...] | None) -> Iterator[Problem]:
-    kind = {bool: "bool", int: "int", float: "float", str: "str", list: "list", type(None): "null"}.get(type(value), "mapping")
+    kind = {bool: "bool", int: "int", float: "float", str: "str", list: "list", type(None): "null"}.get(
+        type(value), "mapping"
+    )
     fits = kind in accepts or (kind == "int" and "float" in accepts) or (kind == "str" and "dtype" in accepts)
     if not fits:
         yield Problem(path, f"should be {' or '.join(accepts)}, is {value!r}", "correct it")
@@ -210,6 +214,8 @@ def _schedule(where: str, cfg: MegatronConfig) -> Iterator[Problem]:
             "correct it",
         )
     yield from _schedule_lengths(f"{where}.scheduler", scheduler)
+    if not {"start_weight_decay", "end_weight_decay"} & scheduler.keys():
+        return
     start = scheduler.get("start_weight_decay", optimizer.get("weight_decay", 0.01))
     end = scheduler.get("end_weight_decay", start)
     if not 0 <= start <= end or (start != end and scheduler.get("weight_decay_incr_style", "constant") == "constant"):

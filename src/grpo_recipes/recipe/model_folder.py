@@ -238,7 +238,9 @@ def _token_ids(folder: Path) -> dict[str, int]:
 def _number(config: dict[str, Any], key: str, folder: Path) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value <= 0:
-        raise UserError(f"{key} should be a positive integer, is {value!r}", where=str(folder / "config.json"), mend="correct it")
+        raise UserError(
+            f"{key} should be a positive integer, is {value!r}", where=str(folder / "config.json"), mend="correct it"
+        )
     return value
 
 

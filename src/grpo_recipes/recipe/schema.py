@@ -64,7 +64,8 @@ class LossConfig(Section):
 
 class SequencePackingConfig(Section):
     enabled: bool = True
-    train_mb_tokens: PositiveInt | None = None  # tokens per packed microbatch; default max_total_sequence_length x train_micro_batch_size
+    # Tokens per packed microbatch; default: max_total_sequence_length x the micro batch size of training or logprobs.
+    train_mb_tokens: PositiveInt | None = None
     logprob_mb_tokens: PositiveInt | None = None
 
 
@@ -86,7 +87,7 @@ class MegatronConfig(BaseModel):
     sequence_parallel: bool = False
     activation_checkpointing: bool = False
     optimizer: dict[str, Any] = Field(default_factory=dict)  # fields of OptimizerConfig
-    scheduler: dict[str, Any] = Field(default_factory=dict)  # arguments of OptimizerParamScheduler, units: optimizer steps
+    scheduler: dict[str, Any] = Field(default_factory=dict)  # recipe/megatron.py lists it; unit: optimizer steps
     distributed_data_parallel_config: dict[str, Any] = Field(default_factory=dict)
 
 

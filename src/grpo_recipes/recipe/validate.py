@@ -12,7 +12,7 @@ from grpo_recipes.recipe.checks import recipe_problems
 from grpo_recipes.recipe.leaves import get
 from grpo_recipes.recipe.megatron import megatron_problems
 from grpo_recipes.recipe.problems import Problem, nearest, raise_problems
-from grpo_recipes.recipe.schema import Recipe
+from grpo_recipes.recipe.schema import MegatronConfig, Recipe
 from grpo_recipes.recipe.schema_tree import all_keys, section_at
 
 
@@ -25,10 +25,20 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str], subject: str
     try:
         recipe = Recipe.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
-        raise_problems([_problem(details, values, origins) for details in error.errors()], subject)
+        problems = [_problem(details, values, origins) for details in error.errors()]
+        raise_problems([*problems, *_megatron_alone(values)], subject)
         raise
     raise_problems([*megatron_problems(recipe.policy.megatron_cfg), *recipe_problems(recipe)], subject)
     return recipe
+
+
+def _megatron_alone(values: Mapping[str, Any]) -> list[Problem]:
+    """Mistakes in policy.megatron_cfg of a recipe that is wrong elsewhere."""
+    try:
+        cfg = MegatronConfig.model_validate_json(json.dumps(get(values, "policy.megatron_cfg")), strict=True)
+    except (KeyError, ValidationError):  # absent, or already among the problems
+        return []
+    return megatron_problems(cfg)
 
 
 def _problem(details: Any, values: Mapping[str, Any], origins: Mapping[str, str]) -> Problem:

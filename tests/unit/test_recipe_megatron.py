@@ -1,0 +1,157 @@
+"""policy.megatron_cfg against Megatron-Core's own fields."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes.recipe.megatron import (
+    FIELDS_FILE,
+    SCHEDULER_ARGUMENTS,
+    dtype_fields,
+    fields,
+    megatron_problems,
+    scheduler_arguments,
+)
+from grpo_recipes.recipe.schema import MegatronConfig
+
+
+def problems(**cfg: Any) -> list[str]:
+    cfg.setdefault("optimizer", {"lr": 1e-3})
+    found = megatron_problems(MegatronConfig.model_validate(cfg))
+    return [f"{p.where.removeprefix('policy.megatron_cfg.')}: {p.message} -> {p.mend}" for p in found]
+
+
+def test_the_snapshot_is_that_of_the_installed_megatron_core() -> None:
+    """In a process of its own: Megatron-Core is slow to import and sets global state."""
+    code = (
+        "import json; from grpo_recipes.policy.megatron.field_snapshot import snapshot; print(json.dumps(snapshot()))"
+    )
+    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout.splitlines()[-1]) == json.loads(FIELDS_FILE.read_text())
+
+
+def test_the_snapshot_is_of_the_pinned_version() -> None:
+    import yaml
+
+    stacks = yaml.safe_load((Path(__file__).parents[2] / "containers" / "stack.yaml").read_text())
+    pinned = stacks["stacks"][stacks["current"]]["packages"]["megatron-core"]
+    assert json.loads(FIELDS_FILE.read_text())["megatron_core"] == pinned
+
+
+def test_fields_of_megatron_core_are_accepted() -> None:
+    assert (
+        problems(
+            recompute_granularity="full",
+            moe_aux_loss_coeff=0,
+            window_size=[128, 0],
+            apply_rope_fusion=False,
+            attention_backend="flash",
+            distribute_saved_activations=None,
+            optimizer={"lr": 1e-3, "exp_avg_dtype": "bfloat16", "adam_eps": 1e-9},
+            distributed_data_parallel_config={"grad_reduce_in_fp32": True, "bucket_size": None},
+            scheduler={"lr_decay_style": "cosine", "lr_decay_iters": 100, "lr_warmup_iters": 10, "lr_warmup_init": 0},
+        )
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("cfg", "expected"),
+    [
+        # Covers: typos under megatron_cfg accepted.
+        ({"recompute_granularty": "full"}, "did you mean policy.megatron_cfg.recompute_granularity"),
+        ({"tensor_parallel_size": 2}, "did you mean policy.megatron_cfg.tensor_model_parallel_size"),
+        (
+            {"adam_beta1": 0.9},
+            "is not a field of Megatron-Core's TransformerConfig -> did you mean policy.megatron_cfg.optimizer.adam_beta1?",
+        ),
+        ({"hidden_size": 8}, "hidden_size: cannot be set: it is read from the model's config.json"),
+        ({"bf16": True}, "bf16: cannot be set: it follows policy.precision"),
+        ({"activation_func": "gelu"}, "which a recipe cannot express"),
+        ({"apply_rope_fusion": True}, "apply_rope_fusion: can only be false"),
+        ({"recompute_granularity": "ful"}, "should be one of full, selective, is 'ful' -> did you mean full?"),
+        ({"attention_backend": "flsh"}, "did you mean flash?"),
+        ({"moe_z_loss_coeff": "x"}, "moe_z_loss_coeff: should be float or null, is 'x'"),
+        ({"moe_z_loss_coeff": math.inf}, "should be finite"),
+        ({"moe_router_topk_scaling_factor": True}, "should be float or null, is True"),
+        ({"cpu_offloading": 1}, "cpu_offloading: should be bool, is 1"),
+        ({"recompute_num_layers": 1.5}, "recompute_num_layers: should be int or null, is 1.5"),
+        (
+            {"optimizer": {"lr": 1e-3, "beta1": 0.9}},
+            "optimizer.beta1: is not a field of Megatron-Core's OptimizerConfig",
+        ),
+        ({"optimizer": {"lr": 1e-3, "clip_grad": 1.0}}, "optimizer.clip_grad: cannot be set: set policy.max_grad_norm"),
+        ({"optimizer": {"lr": 1e-3, "exp_avg_dtype": "bf16"}}, "should name a torch dtype"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr: should be float or null, is 'fast'"),
+        ({"optimizer": {"lr": -1.0}}, "optimizer.lr: the learning rate must be greater than 0, is -1.0"),
+        ({"optimizer": {}}, "optimizer.lr: the learning rate must be greater than 0, is None"),
+        ({"optimizer": {"lr": 1e-3, "min_lr": 1e-2}}, "optimizer.min_lr: 0.01 exceeds lr 0.001"),
+        ({"optimizer": {"lr": 1e-3, "weight_decay": -1}}, "optimizer.weight_decay: must not be negative"),
+        ({"optimizer": {"lr": 1e-3, "adam_beta2": 1.0}}, "optimizer.adam_beta2: must lie in [0, 1)"),
+        ({"scheduler": {"lr_warmup_steps": 3}}, "did you mean policy.megatron_cfg.scheduler.lr_warmup_iters?"),
+        ({"scheduler": {"max_lr": 3}}, "set policy.megatron_cfg.optimizer.lr"),
+        ({"scheduler": {"lr_decay_style": "cosin"}}, "did you mean cosine?"),
+        ({"scheduler": {"lr_decay_iters": 5, "lr_warmup_iters": 5}}, "leave nothing of lr_decay_iters 5"),
+        ({"scheduler": {"lr_warmup_iters": -1}}, "lr_warmup_iters: must not be negative"),
+        ({"scheduler": {"lr_warmup_init": 1.0}}, "lr_warmup_init: must lie between 0 and optimizer.lr"),
+        ({"scheduler": {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}}, "lr_wsd_decay_iters: is missing"),
+        ({"scheduler": {"end_weight_decay": 0.5}}, "weight decay goes from 0.01 to 0.5"),
+        ({"distributed_data_parallel_config": {"average_in_collective": True}}, "cannot be set: the engine's loss"),
+        ({"distributed_data_parallel_config": {"grad_reduce_fp32": True}}, "grad_reduce_in_fp32"),
+    ],
+)
+def test_mistakes(cfg: dict[str, Any], expected: str) -> None:
+    found = problems(**cfg)
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+def test_scheduler_names_cover_arguments_that_exist() -> None:
+    known = fields()["OptimizerParamScheduler"].keys()
+    assert set(SCHEDULER_ARGUMENTS.values()) <= known
+    derived = {
+        "max_lr",
+        "min_lr",
+        "wd_incr_steps",
+        "use_checkpoint_opt_param_scheduler",
+        "override_opt_param_scheduler",
+    }
+    assert known - set(SCHEDULER_ARGUMENTS.values()) == derived
+
+
+def test_scheduler_arguments() -> None:
+    cfg = MegatronConfig(
+        optimizer={"lr": 2e-4, "min_lr": 1e-5, "weight_decay": 0.1},
+        scheduler={"lr_decay_style": "linear", "lr_decay_iters": 80, "lr_warmup_iters": 5, "lr_warmup_init": 1e-6},
+    )
+    assert scheduler_arguments(cfg, total_steps=100) == {
+        "max_lr": 2e-4,
+        "min_lr": 1e-5,
+        "init_lr": 1e-6,
+        "lr_warmup_steps": 5,
+        "lr_decay_steps": 80,
+        "lr_decay_style": "linear",
+        "start_wd": 0.1,
+        "end_wd": 0.1,
+        "wd_incr_steps": 100,
+        "wd_incr_style": "constant",
+    }
+    plain = scheduler_arguments(MegatronConfig(optimizer={"lr": 1e-3}), total_steps=10)
+    assert (plain["lr_decay_style"], plain["lr_decay_steps"], plain["start_wd"]) == ("constant", 10, 0.01)
+
+
+def test_dtype_fields() -> None:
+    assert dtype_fields("OptimizerConfig") == {
+        "params_dtype",
+        "main_grads_dtype",
+        "main_params_dtype",
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+    }
