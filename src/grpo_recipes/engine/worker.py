@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +23,6 @@ class Worker:
     def __init__(self, policy: Policy, sampler: Generator) -> None:
         self.policy = policy
         self.sampler = sampler
-        self._completions: Iterator[Completion] = iter(())
 
     # -- training -----------------------------------------------------------------------------------------------
     def load_batch(self, batch: Batch) -> None:
@@ -59,11 +58,10 @@ class Worker:
     # -- generation on the trainer's own model -------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
         self.sampler.submit(requests)
-        self._completions = self.sampler.completions()
 
     def poll(self, most: int) -> list[Completion]:
         """The next completions, at most so many; none when nothing is outstanding."""
-        return list(itertools.islice(self._completions, most))
+        return list(itertools.islice(self.sampler.completions(), most))
 
     def resume(self, version: int) -> None:
         self.sampler.resume(version)
