@@ -19,10 +19,15 @@ def example(task: str, entry: dict[str, Any] | None = None) -> Example:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Callable[[Example, str], StepResult]]:
-    environment = ReasoningGymEnvironment(ReasoningGymEnvConfig(timeout_s=5.0))
-    yield lambda row, response: environment.step([row], [response])
+def environment() -> Iterator[ReasoningGymEnvironment]:
+    environment = ReasoningGymEnvironment(ReasoningGymEnvConfig(num_workers=2, timeout_s=5.0))
+    yield environment
     environment.close()
+
+
+@pytest.fixture
+def judge(environment: ReasoningGymEnvironment) -> Callable[[Example, str], StepResult]:
+    return lambda row, response: environment.step([row], [response])
 
 
 Judge = Callable[[Example, str], StepResult]
@@ -69,14 +74,12 @@ def test_task_without_reference_answer_gets_its_whole_entry(judge: Judge) -> Non
     assert judge(row, coloring).rewards == [1.0]
 
 
-def test_many_episodes_keep_their_order() -> None:
+def test_many_episodes_keep_their_order(environment: ReasoningGymEnvironment) -> None:
     entries = list(reasoning_gym.create_dataset("chain_sum", size=100, seed=3))
     rows = [example("chain_sum", entry) for entry in entries]
-    environment = ReasoningGymEnvironment(ReasoningGymEnvConfig(num_workers=2))
     assert environment.reset(rows) == [entry["question"] for entry in entries]
     responses = [entry["answer"] if i % 3 else "no" for i, entry in enumerate(entries)]
     assert environment.step(rows, responses).rewards == [1.0 if i % 3 else 0.0 for i in range(100)]
-    environment.close()
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,18 @@ import contextlib
 import json
 import os
 import pickle
-import queue
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import batched
 from typing import Any
 
 START_TIMEOUT_S = 300.0  # importing a grader's libraries from a slow shared disk
-START_ATTEMPTS = 3
-EXIT_TIMEOUT_S = 1.0  # a process that closed its channel may need a moment to have an exit status
+MARGIN_S = 60.0  # beyond a judgement's deadline, in which the server must have said so
+STOP_TIMEOUT_S = 5.0
+MAX_RESTARTS = 3  # of the server within one call
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -35,15 +33,18 @@ class Verdict:
     error: str | None
 
 
-class WorkerGone(Exception):
-    """The worker closed its channel, or no longer speaks its language."""
+class ServerGone(Exception):
+    """The message says how it ended."""
 
 
 class GraderPool:
     """Judges with `grader`, "module:function", a function of picklable arguments that returns a number.
 
-    A judgement that overruns, raises, or ends its worker gives an error and no score; the others are not affected.
-    Workers end with the pool, and by themselves when this process is gone (at the latest when their deadline passes).
+    A server process (pool_server.py) imports the grader once and forks `num_workers` workers, which judge. A judgement
+    that overruns, raises, or ends its worker gives an error and no score, and a fresh worker takes the worker's place;
+    the other judgements are not affected. Server and workers end with the pool, and with this process however it ends.
+
+    The server starts at once and is awaited by the first `grade`.
 
     Args:
         timeout_s: seconds for one judgement.
@@ -51,52 +52,46 @@ class GraderPool:
     """
 
     def __init__(self, grader: str, num_workers: int, timeout_s: float, chunk: int = 1) -> None:
-        self._chunk = chunk
-        self._workers = [_Worker(grader, timeout_s) for _ in range(num_workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
+        self._grader, self._timeout_s = grader, timeout_s
+        self._arguments = [grader, str(num_workers), str(timeout_s), str(chunk)]
+        self._start()
+
+    @property
+    def server_pid(self) -> int:
+        return self._process.pid
 
     def grade(self, tasks: Sequence[tuple[Any, ...]]) -> list[Verdict]:
         """A verdict for the arguments of each task, in order.
 
         Raises:
-            RuntimeError: a worker cannot be started.
+            RuntimeError: the server cannot be started, or does not stay alive.
         """
-        parts = self._threads.map(self._grade_chunk, batched(tasks, self._chunk))
-        return [verdict for part in parts for verdict in part]
-
-    def _grade_chunk(self, tasks: Sequence[tuple[Any, ...]]) -> list[Verdict]:
-        worker = self._idle.get()
-        try:
-            return worker.grade(tasks)
-        finally:
-            self._idle.put(worker)
-
-    def worker_pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers]
+        verdicts: dict[int, Verdict] = {}
+        restarts = 0
+        while len(verdicts) < len(tasks):
+            try:
+                self._judge({index: task for index, task in enumerate(tasks) if index not in verdicts}, verdicts)
+            except ServerGone as error:
+                restarts += 1
+                if restarts > MAX_RESTARTS:
+                    raise RuntimeError(f"the server of {self._grader} does not stay alive: {error}") from error
+                self._start()
+        return [verdicts[index] for index in range(len(tasks))]
 
     def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        while self._workers:
-            self._workers.pop().stop()
-
-
-class _Worker:
-    """One process. It is started at once and awaited at its first judgement."""
-
-    def __init__(self, grader: str, timeout_s: float) -> None:
-        self.grader, self.timeout_s = grader, timeout_s
-        self._start()
+        """End the server and its workers. Twice is once."""
+        self._channel.close()  # the server's signal to end its workers and itself
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S if self._ready else 0)
+        self._process.kill()
+        self._process.wait()
 
     def _start(self) -> None:
-        self.channel, theirs = socket.socketpair()
-        module = "grpo_recipes.environments.pool_worker"
-        # Not multiprocessing: its spawn method runs the caller's main module, and so torch, in every worker. The
-        # session of its own lets `stop` reach what a grader forks, and keeps Ctrl-C for the trainer.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, self.grader, str(theirs.fileno()), str(self.timeout_s)],
+        self._channel, theirs = socket.socketpair()
+        # Not multiprocessing: its spawn method runs the caller's main module, and so torch, in the new process. The
+        # session of its own keeps Ctrl-C for the trainer.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_recipes.environments.pool_server", str(theirs.fileno()), *self._arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -108,73 +103,43 @@ class _Worker:
         self._received = b""
         self._ready = False
 
-    def stop(self) -> int:
-        """Kill the process and whatever it forked, and return its exit code (negative: the signal that ended it)."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.channel.close()
-        return self.process.wait()
-
-    def grade(self, tasks: Sequence[tuple[Any, ...]]) -> list[Verdict]:
-        if self.process.poll() is not None:  # it died while nothing was asked of it
-            self._restart()
-        verdicts: list[Verdict] = []
-        while len(verdicts) < len(tasks):
-            self._await_ready()
-            rest = tasks[len(verdicts) :]
-            try:
-                self._send(rest)
-                for _ in rest:
-                    verdicts.append(Verdict(**self._receive(self.timeout_s)))
-            except TimeoutError:
-                verdicts.append(Verdict(None, f"no verdict within {self.timeout_s:g} s"))
-                self._restart()
-            except (WorkerGone, ConnectionError):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(EXIT_TIMEOUT_S)
-                verdicts.append(Verdict(None, f"the grader's process ended ({_describe(self._restart())})"))
-        return verdicts
-
-    def _restart(self) -> int:
-        code = self.stop()
-        self._start()
-        return code
-
-    def _await_ready(self) -> None:
-        deaths = 0
-        while not self._ready:
-            try:
-                problem = self._receive(START_TIMEOUT_S)["error"]
-            except TimeoutError:
-                problem = f"not ready after {START_TIMEOUT_S:g} s"
-            except (WorkerGone, ConnectionError):  # killed while it started
-                problem = _describe(self._restart())
-                deaths += 1
-                if deaths < START_ATTEMPTS:
-                    continue
+    def _judge(self, tasks: dict[int, tuple[Any, ...]], verdicts: dict[int, Verdict]) -> None:
+        """Fill in verdicts as they come."""
+        if not self._ready:
+            problem = self._receive(START_TIMEOUT_S)
             if problem is not None:
-                raise RuntimeError(f"the grader {self.grader} did not start: {problem}")
+                raise RuntimeError(f"the grader {self._grader} did not start: {problem}")
             self._ready = True
-
-    def _send(self, tasks: Sequence[tuple[Any, ...]]) -> None:
-        self.channel.settimeout(self.timeout_s)
-        self.channel.sendall(pickle.dumps(list(tasks)))  # one object: it is read whole before the first is judged
-
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
-        """One line of JSON: nothing that runs a model's text is unpickled here."""
-        self.channel.settimeout(timeout_s)
-        while b"\n" not in self._received:
-            data = self.channel.recv(65536)
-            if not data:
-                raise WorkerGone
-            self._received += data
-        line, _, self._received = self._received.partition(b"\n")
         try:
-            reply: dict[str, Any] = json.loads(line)
-        except ValueError as error:  # the grader wrote into its worker's channel
-            raise WorkerGone from error
-        return reply
+            self._channel.settimeout(MARGIN_S)
+            self._channel.sendall(pickle.dumps(list(tasks.items())))
+        except OSError as error:
+            raise self._gone() from error
+        for _ in tasks:
+            index, score, problem = self._receive(self._timeout_s + MARGIN_S)
+            verdicts[index] = Verdict(score, problem)
+
+    def _receive(self, timeout_s: float) -> Any:
+        """One line of JSON."""
+        self._channel.settimeout(timeout_s)
+        try:
+            while b"\n" not in self._received:
+                data = self._channel.recv(65536)
+                if not data:
+                    raise self._gone()
+                self._received += data
+        except OSError as error:
+            raise self._gone() from error
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    def _gone(self) -> ServerGone:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S)
+        self.close()
+        return ServerGone(describe_exit(self._process.returncode))
 
 
-def _describe(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """An exit code as subprocess counts it: negative for a signal."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
