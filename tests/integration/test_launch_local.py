@@ -229,3 +229,20 @@ def test_an_unusable_home_is_one_clear_error(launched: Launch) -> None:
     assert code == 2
     assert err.startswith(f"NEMORUN_HOME={launched.home}: NeMo-Run cannot keep its files here")
     assert not launched.folder.path.exists()
+
+
+def test_nemo_runs_own_command_has_the_recipe_command() -> None:
+    code = """
+from grpo_recipes.launch.nemo_run_import import import_nemo_run
+import_nemo_run()
+from nemo_run.cli.api import Typer, _add_typer_nested, _get_or_add_typer, list_entrypoints
+import grpo_recipes.nemorun_plugin
+app = Typer(pretty_exceptions_enable=False)
+_get_or_add_typer(app, name="recipe")  # as NeMo-Run does for each entry point, before it loads it
+_get_or_add_typer(app, name="another")
+_add_typer_nested(app, list_entrypoints())
+app(["recipe", "no_such_recipe", "--dry-run"])
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode == 2
+    assert "no recipe is called 'no_such_recipe'" in out.stderr

@@ -16,7 +16,8 @@ PACKAGE = ROOT / "src" / "grpo_recipes"
 
 # A room may import itself and any room of a lower row; rooms of one row do not import each other, but contracts.
 ROWS = [
-    {"cli", "job", "nemorun_plugin"},
+    {"nemorun_plugin"},
+    {"cli", "job"},
     {"launch", "proof"},
     {"engine"},
     {"policy", "generation", "environments", "data", "cluster"},
