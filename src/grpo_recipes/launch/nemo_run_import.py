@@ -6,6 +6,7 @@ leptonai, for the Lepton executor, which brings a web framework. Both are hidden
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -58,5 +59,4 @@ def _hidden(absent: str, empty: str) -> Iterator[None]:
 def import_nemo_run() -> ModuleType:
     """The module `nemo_run`; its LeptonExecutor is of no use unless nemo_run had been imported before."""
     with _hidden(absent="torch", empty="leptonai"):
-        import nemo_run
-    return nemo_run
+        return importlib.import_module("nemo_run")
