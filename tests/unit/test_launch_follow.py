@@ -33,6 +33,7 @@ def test_one_line_says_it_all() -> None:
 def test_what_is_not_known_yet_is_left_out() -> None:
     start = replace(RUNNING, step=0, reward=None, accuracy=None, tokens_per_second=None, phase="setup")
     assert describe(start, None) == "0/150  setup"
+    assert describe(replace(start, max_steps=0), None) == "setup"
 
 
 def test_an_ended_run_shows_its_status_in_place_of_phase_and_time() -> None:
@@ -45,13 +46,15 @@ def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 
-def test_time_left_is_the_mean_pace_of_this_attempt() -> None:
+def test_time_left_is_the_mean_pace_after_the_first_step_of_this_attempt() -> None:
     pace = Pace()
-    assert pace.left(replace(RUNNING, step=10, updated_at=100.0)) is None
-    assert pace.left(replace(RUNNING, step=12, updated_at=106.0)) == pytest.approx(3.0 * 138)
+    assert pace.left(replace(RUNNING, step=0, updated_at=100.0)) is None
+    assert pace.left(replace(RUNNING, step=1, updated_at=160.0)) is None  # set-up and warming up
+    assert pace.left(replace(RUNNING, step=3, updated_at=166.0)) == pytest.approx(3.0 * 147)
     # A resumed run starts at a later step: its steps before count for nothing.
-    assert pace.left(replace(RUNNING, attempt=2, step=100, updated_at=500.0)) is None
-    assert pace.left(replace(RUNNING, attempt=2, step=101, updated_at=502.0)) == pytest.approx(2.0 * 49)
+    assert pace.left(replace(RUNNING, attempt=2, step=0, updated_at=480.0)) is None
+    assert pace.left(replace(RUNNING, attempt=2, step=100, updated_at=490.0)) is None
+    assert pace.left(replace(RUNNING, attempt=2, step=101, updated_at=492.0)) == pytest.approx(2.0 * 49)
 
 
 def plain() -> tuple[Console, io.StringIO]:

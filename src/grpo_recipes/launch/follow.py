@@ -23,14 +23,18 @@ class Display(Protocol):
 
 
 class Pace:
-    """Seconds to the end, at the mean pace of the steps seen so far."""
+    """Seconds to the end, at the mean pace of the steps seen so far; set-up and the first step do not count."""
 
     def __init__(self) -> None:
-        self._first: Progress | None = None
+        self._start: Progress | None = None  # the first word of this attempt
+        self._first: Progress | None = None  # its first finished step
 
     def left(self, progress: Progress) -> float | None:
-        if self._first is None or progress.attempt != self._first.attempt:
-            self._first = progress
+        if self._start is None or progress.attempt != self._start.attempt or progress.step < self._start.step:
+            self._start, self._first = progress, None
+        if self._first is None:
+            self._first = progress if progress.step > self._start.step else None
+            return None
         steps = progress.step - self._first.step
         if not steps:
             return None
@@ -97,7 +101,7 @@ class PlainDisplay:
 
 def describe(progress: Progress, left: float | None) -> str:
     """One line, for example "12/150  reward 0.53  accuracy 0.71  1,234 tok/s  generation  2:05 left"."""
-    parts = [f"{progress.step}/{progress.max_steps}"]
+    parts = [f"{progress.step}/{progress.max_steps}"] if progress.max_steps else []
     if progress.reward is not None:
         parts.append(f"reward {progress.reward:.3f}")
     if progress.accuracy is not None:
