@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -48,7 +48,7 @@ class Batch:
         starts = self.cu_seqlens.tolist()
         index = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences])
         per_token = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lengths"}
-        cut = {name: None if value is None else value[index] for name, value in per_token.items()}
+        cut: dict[str, Any] = {name: None if value is None else value[index] for name, value in per_token.items()}
         return Batch(lengths=self.lengths[torch.as_tensor(sequences)], **cut)
 
     def with_logprobs(self, *, old: Tensor | None = None, reference: Tensor | None = None) -> Batch:
