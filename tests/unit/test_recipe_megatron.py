@@ -89,6 +89,11 @@ def test_fields_of_megatron_core_are_accepted() -> None:
         ),
         ({"optimizer": {"lr": 1e-3, "clip_grad": 1.0}}, "optimizer.clip_grad: cannot be set: set policy.max_grad_norm"),
         ({"optimizer": {"lr": 1e-3, "exp_avg_dtype": "bf16"}}, "should name a torch dtype"),
+        ({"optimizer": {"lr": 1e-3, "optimizer": "sgd"}}, 'optimizer.optimizer: can only be "adam"'),
+        (
+            {"optimizer": {"lr": 1e-3, "use_distributed_optimizer": False}},
+            "use_distributed_optimizer: can only be true",
+        ),
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr: should be float or null, is 'fast'"),
         ({"optimizer": {"lr": -1.0}}, "optimizer.lr: the learning rate must be greater than 0, is -1.0"),
         ({"optimizer": {}}, "optimizer.lr: the learning rate must be greater than 0, is None"),

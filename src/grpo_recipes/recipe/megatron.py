@@ -94,6 +94,8 @@ DERIVED: dict[str, dict[str, str]] = {
 # Fields of which only one value works, with the reason.
 FIXED: dict[str, tuple[Any, str]] = {
     "apply_rope_fusion": (False, "positions are rotated outside Megatron-Core, unfused"),
+    "optimizer": ("adam", "checkpoints hold the two moments of Adam"),
+    "use_distributed_optimizer": (True, "checkpoints are written from the distributed optimizer's shards"),
 }
 
 
