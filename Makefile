@@ -7,12 +7,19 @@ SHELL := /bin/bash
 LOCKS := containers/locks
 BIN := .venv/bin
 # uv keeps its cache in the home folder; without one it keeps it here.
-export UV_CACHE_DIR ?= $(shell if [ -n "$$HOME" ] && [ -w "$$HOME" ]; then echo "$$HOME/.cache/uv"; else echo "$(CURDIR)/.cache/uv"; fi)
+ifndef UV_CACHE_DIR
+export UV_CACHE_DIR := $(shell if [ -n "$$HOME" ] && [ -w "$$HOME" ]; then echo "$$HOME/.cache/uv"; else echo "$(CURDIR)/.cache/uv"; fi)
+endif
 export UV_PYTHON_DOWNLOADS := never
 export UV_HTTP_TIMEOUT ?= 180
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --no-deps
 COMPILE := $(BIN)/uv pip compile --quiet --python $(BIN)/python --python-version 3.12 --generate-hashes --no-header \
 	--no-emit-index-url --no-annotate
+
+# An environment that does not run, or that was made elsewhere and moved here, is made anew.
+ifneq ($(wildcard .venv),)
+$(shell .venv/bin/python -c '' 2>/dev/null && grep -qsF '$(CURDIR)/.venv/' .venv/bin/pip || rm -f .venv/*.done)
+endif
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
