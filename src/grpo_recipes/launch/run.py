@@ -175,7 +175,8 @@ def _conclude(folder: RunFolder, stop: StopForwarder, last: Progress | None, sec
     error.print(f"the job failed with exit status {code}; the end of {folder.log_path}:")
     lines = folder.log_path.read_text(errors="replace").splitlines() if folder.log_path.is_file() else []
     error.print("\n".join(f"  {line}" for line in lines[-LOG_LINES:]))
-    error.print(f"go on from its last checkpoint with\n  {resume}")
+    if folder.checkpoints_dir.is_dir() and any(folder.checkpoints_dir.iterdir()):
+        error.print(f"go on from its last checkpoint with\n  {resume}")
     return code
 
 
