@@ -1,7 +1,7 @@
 """Per-token log-probability and entropy from logits. Pure functions.
 
-    z = logits / temperature          lse = log sum_v exp z_v
-    logprob(t) = z_t - lse            entropy = lse - sum_v softmax(z)_v z_v
+    z = logits / temperature, less its maximum        L = log sum_v exp z_v
+    logprob(t) = z_t - L                              entropy = L - sum_v softmax(z)_v z_v
 
 All arithmetic in float32 whatever the dtype of the logits, a chunk of tokens at a time, so that no float32 array of
 tokens x vocabulary exists. With a process group, the vocabulary is split over its ranks (tensor parallelism).
@@ -58,29 +58,31 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         mine = (local >= 0) & (local < vocab)
         local = local.clamp(0, max(0, vocab - 1))
         out = torch.empty(2, tokens, dtype=torch.float32, device=logits.device)
-        lse = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+        largest, log_total = torch.empty(2, tokens, dtype=torch.float32, device=logits.device)
         for part in _chunks(tokens, vocab, chunk_elements):
+            # Everything is taken relative to the largest logit: adding it back would cost digits.
             z = logits[part].float() / temperature
-            largest = _reduce(z.amax(-1), dist.ReduceOp.MAX, group)
-            exp = (z - largest[:, None]).exp_()
+            largest[part] = _reduce(z.amax(-1), dist.ReduceOp.MAX, group)
+            z -= largest[part, None]
             chosen = z.gather(1, local[part, None]).squeeze(1) * mine[part]
-            sums = torch.stack((exp.sum(-1), (exp * z).sum(-1), chosen))
+            exp = z.exp()
+            sums = torch.stack((exp.sum(-1), exp.mul_(z).sum(-1), chosen))
             total, weighted, chosen = _reduce(sums, dist.ReduceOp.SUM, group)
-            lse[part] = largest + total.log()
-            out[0, part] = chosen - lse[part]
-            out[1, part] = lse[part] - weighted / total
-        ctx.save_for_backward(logits, local, mine, lse, out[1])
+            log_total[part] = total.log()
+            out[0, part] = chosen - log_total[part]
+            out[1, part] = log_total[part] - weighted / total
+        ctx.save_for_backward(logits, local, mine, largest, log_total, out[1])
         ctx.temperature, ctx.chunk_elements = temperature, chunk_elements
         return out
 
     @staticmethod
     def backward(ctx, grad):
         # d logprob / dz_v = [v = t] - p_v;   d entropy / dz_v = -p_v (log p_v + entropy)
-        logits, local, mine, lse, entropy = ctx.saved_tensors
+        logits, local, mine, largest, log_total, entropy = ctx.saved_tensors
         result = torch.empty_like(logits)
         for part in _chunks(*logits.shape, ctx.chunk_elements):
             g_logprob, g_entropy = grad[0, part], grad[1, part]
-            logp = logits[part].float() / ctx.temperature - lse[part, None]
+            logp = logits[part].float() / ctx.temperature - largest[part, None] - log_total[part, None]
             dz = -logp.exp() * (g_logprob[:, None] + g_entropy[:, None] * (logp + entropy[part, None]))
             dz.scatter_add_(1, local[part, None], (g_logprob * mine[part])[:, None])
             result[part] = dz / ctx.temperature

@@ -89,6 +89,7 @@ def load(
         (part, placed, {state: saved.read(state, weights, placed, begin, end) for state in saved.states})
         for part, placed, begin, end in _owned(weights, optimizer)
     ]
+    random_states = saved.random_states()
     for part in distributed_optimizers(optimizer):
         _prepare_state(part, saved.optimizer_steps)
     for part, placed, tensors in found:
@@ -100,7 +101,7 @@ def load(
     model.start_param_sync(force_sync=True)
     scheduler.num_steps = saved.scheduler_steps
     scheduler.step(0)
-    saved.restore_rng()
+    _set_rng_states(random_states)
     dist.barrier()
 
 
@@ -187,11 +188,12 @@ class _Saved:
             raise UserError(f"the checkpoint lacks {key}", where=str(self.folder), mend="resume from another one")
         return file.get_tensor(key)
 
-    def restore_rng(self) -> None:
-        """Random states belong to ranks: with another number of ranks each keeps the one it was seeded with."""
-        if self.world_size == dist.get_world_size():
-            file = self.files[dist.get_rank()]
-            _set_rng_states({name: self._tensor(file, f"rng/{name}") for name in _rng_states()})
+    def random_states(self) -> dict[str, Tensor]:
+        """Random states belong to ranks: with another number of ranks each keeps those it was seeded with."""
+        if self.world_size != dist.get_world_size():
+            return {}
+        file = self.files[dist.get_rank()]
+        return {name: self._tensor(file, f"rng/{name}") for name in _rng_states()}
 
 
 def _owned(weights: WeightMap, optimizer: MegatronOptimizer) -> list[tuple[Any, Placed, int, int]]:
@@ -236,6 +238,8 @@ def _rng_states() -> dict[str, Tensor]:
 
 
 def _set_rng_states(states: dict[str, Tensor]) -> None:
+    if not states:
+        return
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

@@ -61,6 +61,10 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
+def _rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
 # The name `torch` inside a patched module. Patching torch itself would reach everybody else in the process.
 TORCH = _Module(
     torch,
@@ -71,7 +75,8 @@ TORCH = _Module(
         stream=lambda *_: contextlib.nullcontext(),
         synchronize=_nothing,
         manual_seed=torch.manual_seed,
-        get_rng_state=lambda *_: torch.get_rng_state(),
+        get_rng_state=_rng_state,
+        random=_Module(torch.cuda.random, get_rng_state=_rng_state),
     ),
     **{name: _on_cpu(getattr(torch, name)) for name in ("empty", "zeros", "ones", "tensor")},
 )

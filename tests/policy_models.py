@@ -1,0 +1,128 @@
+"""Tiny models and batches for the tests of the trainer, and their reference in Hugging Face transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_recipes.policy.contract import Batch, LossInputs, LossOutputs
+from grpo_recipes.recipe.schema import PolicyConfig
+
+VOCAB = 17
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def write_llama(folder: Path, *, seed: int = 1, **config: Any) -> Any:
+    """A random Llama of 2 layers, grouped queries and head_dim != hidden / heads, saved as transformers saves it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    values = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**values | config))
+    with torch.no_grad():  # norms of one would hide a mistake in their order
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def policy_config(folder: Path, **changes: Any) -> PolicyConfig:
+    values = {
+        "model_name": str(folder),
+        "train_global_batch_size": 8,
+        "max_total_sequence_length": 64,
+        "precision": "float32",
+        "generation": {"max_new_tokens": 8},
+        "megatron_cfg": {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}},
+    }
+    return PolicyConfig(**values | changes)
+
+
+def random_batch(sequences: int, *, seed: int = 0, shortest: int = 2, longest: int = 20) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (sequences,), generator=draw)
+    tokens = int(lengths.sum())
+    mask = torch.rand(tokens, generator=draw) < 0.6
+    mask[lengths.cumsum(0) - lengths] = False
+    return Batch(
+        token_ids=torch.randint(0, VOCAB, (tokens,), generator=draw),
+        lengths=lengths,
+        mask=mask,
+        weights=mask / mask.sum(),
+        advantages=torch.randn(tokens, generator=draw),
+        sampler_logprobs=torch.zeros(tokens),
+    )
+
+
+def policy_gradient_loss(inputs: LossInputs) -> LossOutputs:
+    """Weighted log-likelihood times advantage, and some entropy, so that both outputs have a gradient."""
+    batch = inputs.batch
+    loss = -((inputs.logprobs * batch.advantages + 0.1 * inputs.entropy) * batch.weights).sum()
+    return LossOutputs(
+        loss,
+        {"entropy": (inputs.entropy.detach() * batch.mask).sum(), "tokens": batch.mask.sum()},
+        {"largest": inputs.logprobs.detach().abs().max()},
+    )
+
+
+def reference_outputs(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropy [T] by transformers, each sequence alone, in the model's dtype (float64 for a reference)."""
+    logprobs, entropies = [], []
+    for ids in batch.token_ids.split(batch.lengths.tolist()):
+        logp = (model(ids[None]).logits[0] / temperature).log_softmax(-1)
+        zero = logp.new_zeros(1)
+        logprobs.append(torch.cat((zero, logp[:-1].gather(1, ids[1:, None])[:, 0])))
+        entropies.append(torch.cat((zero, -(logp.exp() * logp).sum(-1)[:-1])))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def reference_gradients(model: Any, batch: Batch, temperature: float) -> dict[str, Tensor]:
+    """Of policy_gradient_loss, by Hugging Face name, float64."""
+    model = model.double()
+    model.zero_grad()
+    logprobs, entropy = reference_outputs(model, batch, temperature)
+    policy_gradient_loss(LossInputs(logprobs, entropy, batch)).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def gradients(policy: Any, microbatches: list[Batch]) -> dict[str, Tensor]:
+    """Of policy_gradient_loss by the trainer, by Hugging Face name; on one process."""
+    from grpo_recipes.policy.hf.mapping import split
+
+    policy.model.train()
+    policy.model.zero_grad_buffer()
+    policy._run(microbatches, policy_gradient_loss)
+    weights = policy.weights
+    found: dict[str, Tensor] = {}
+    for placed in weights.placed.values():
+        parts = split(placed.rule.kind, placed.parameter.main_grad, weights.heads, weights.vocab_size)
+        found |= {name: part.clone() for name, part in zip(placed.rule.hf, parts, strict=True)}
+    return found
+
+
+def weights_of(policy: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for bucket in policy.weight_buckets() for name, tensor in bucket.items()}

@@ -1,0 +1,85 @@
+import pytest
+import torch
+
+from grpo_recipes.policy.attention import (
+    KeyValueCache,
+    cached_attention,
+    pack,
+    packed_attention,
+)
+
+
+def naive(query, key, value, lengths, scale):
+    """softmax(q k / sqrt d) v, one sequence, one head at a time, float64."""
+    repeats = query.shape[1] // key.shape[1]
+    outputs = []
+    for q, k, v in zip(*(x.double().split(lengths) for x in (query, key, value)), strict=True):
+        length = len(q)
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        heads = []
+        for head in range(q.shape[1]):
+            scores = (q[:, head] @ k[:, head // repeats].T * scale).masked_fill(hidden, -torch.inf)
+            heads.append(scores.softmax(-1) @ v[:, head // repeats])
+        outputs.append(torch.stack(heads, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[5], [1, 1, 1], [7, 7, 7], [3, 40, 1, 17, 16, 39, 2, 30], [9, 20, 4, 64, 33]], ids=str
+)
+def test_packed_equals_each_sequence_alone(lengths):
+    """Covers: packed boundaries off by one."""
+    torch.manual_seed(0)
+    tokens = sum(lengths)
+    query = torch.randn(tokens, 4, 8, requires_grad=True)
+    key, value = torch.randn(2, tokens, 2, 8).unbind()
+    key.requires_grad_(), value.requires_grad_()
+    out = packed_attention(query, key, value, pack(torch.tensor(lengths)), 8**-0.5)
+    expected = naive(query, key, value, lengths, 8**-0.5)
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=0)
+
+    upstream = torch.randn(tokens, 4, 8)
+    found = torch.autograd.grad((out * upstream).sum(), (query, key, value))
+    wanted = torch.autograd.grad((expected * upstream).sum(), (query, key, value))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-6, rtol=0)
+
+
+def test_few_calls_and_little_padding():
+    lengths = torch.randint(1, 4000, (700,), generator=torch.Generator().manual_seed(3))
+    packing = pack(lengths)
+    assert sum(count for count, _ in packing.groups) == 700
+    assert packing.padded_tokens < lengths.sum() / 0.75 + 16 * 700
+    assert len(packing.groups) <= 25
+    short = pack(torch.randint(1, 12, (512,)))
+    assert len(short.groups) == 1
+
+
+def test_positions_start_again_with_each_sequence():
+    packing = pack(torch.tensor([3, 1, 2]))
+    assert packing.positions.tolist() == [0, 1, 2, 0, 0, 1]
+    assert packing.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert packing.max_length == 3
+
+
+def test_cache_hides_padding_and_keeps_the_rows_selected():
+    torch.manual_seed(0)
+    lengths, width = [2, 4, 3], 4
+    packing = pack(torch.tensor(lengths))
+    key, value = torch.randn(2, sum(lengths), 2, 8).unbind()
+    cache = KeyValueCache(width - torch.tensor(lengths), capacity=6, length=width)
+    cache.fill(1, key, value, packing)
+    cache.select(torch.tensor([2, 0]))
+    cache.length += 1
+    new_key, new_value = torch.randn(2, 2, 2, 8).unbind()
+    query = torch.randn(2, 4, 8)
+    keys, values = cache.append(1, new_key, new_value)
+    out = cached_attention(query, keys, values, cache.visible, 8**-0.5)
+
+    starts = [6, 0]
+    for row, (start, length) in enumerate(zip(starts, [3, 2], strict=True)):
+        all_keys = torch.cat((key[start : start + length], new_key[row : row + 1]))
+        all_values = torch.cat((value[start : start + length], new_value[row : row + 1]))
+        queries = torch.cat((torch.zeros(length, 4, 8), query[row : row + 1]))
+        expected = naive(queries, all_keys, all_values, [length + 1], 8**-0.5)[-1]
+        torch.testing.assert_close(out[row].double(), expected, atol=1e-6, rtol=0)
