@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
-os.environ["NEMORUN_HOME"] = tempfile.mkdtemp(prefix="nemorun-")
 
 GPU_MISSING = "needs CUDA"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nemorun_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["NEMORUN_HOME"] = str(tmp_path_factory.mktemp("nemorun"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ CODE = """
 import importlib.util, sys
 from grpo_recipes.launch.nemo_run_import import import_nemo_run
 nemo_run = import_nemo_run()
-print(nemo_run.__version__, nemo_run.LocalExecutor.__name__)
+print(nemo_run.__version__.partition("+")[0], nemo_run.LocalExecutor.__name__)  # "+" and a commit, in a checkout
 print([name for name in sys.modules if name.split(".")[0] in ("torch", "leptonai")])
 print([importlib.util.find_spec(name).has_location for name in ("torch", "leptonai")])
 """
