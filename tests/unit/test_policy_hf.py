@@ -2,7 +2,6 @@ import json
 
 import pytest
 import torch
-from policy_models import LLAMA3_ROPE, VOCAB, write_llama
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
@@ -13,6 +12,7 @@ from grpo_recipes.policy.hf.folder import FolderWriter, RandomTensors, Safetenso
 from grpo_recipes.policy.hf.gguf import find_gguf
 from grpo_recipes.policy.hf.mapping import Heads, merge, shard, split, unshard
 from grpo_recipes.policy.hf.rope import rotary_of
+from policy_models import LLAMA3_ROPE, VOCAB, write_llama
 
 HEADS = Heads(query=6, groups=2, width=4)
 
@@ -107,7 +107,7 @@ def test_missing_and_broken_folders(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not JSON"):
         read_config(tmp_path)
-    with pytest.raises(UserError, match="no \\*.safetensors"):
+    with pytest.raises(UserError, match=r"no \*\.safetensors"):
         SafetensorsFolder(tmp_path)
 
 
@@ -130,7 +130,7 @@ def test_pickled_weights_are_not_opened(tmp_path):
 def test_truncated_and_misshapen_tensors(tmp_path):
     save_file({"a": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
     source = SafetensorsFolder(tmp_path)
-    with pytest.raises(UserError, match="a is 2x3, config.json asks for 3x2"):
+    with pytest.raises(UserError, match=r"a is 2x3, config\.json asks for 3x2"):
         source.get("a", (3, 2))
     with pytest.raises(UserError, match="b is missing"):
         source.get("b", (1,))

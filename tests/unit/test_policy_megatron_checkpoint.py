@@ -5,13 +5,13 @@ import json
 
 import pytest
 import torch
-from policy_models import policy_config, policy_gradient_loss, random_batch, weights_of, write_llama
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.megatron.optimizer import distributed_optimizers
 from grpo_recipes.policy.megatron.trainer import MegatronPolicy
+from policy_models import policy_config, policy_gradient_loss, random_batch, weights_of, write_llama
 
 CFG = {
     "optimizer": {"lr": 1e-2, "weight_decay": 0.1},

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from policy_models import LLAMA3_ROPE, VOCAB, policy_config, policy_gradient_loss, random_batch, write_llama
 
 from grpo_recipes.policy.megatron.trainer import MegatronPolicy
+from policy_models import LLAMA3_ROPE, VOCAB, policy_config, policy_gradient_loss, random_batch, write_llama
 
 
 def full_logits(model, rows):

@@ -4,6 +4,10 @@ import shutil
 
 import pytest
 import torch
+
+from grpo_recipes.errors import UserError
+from grpo_recipes.policy.contract import LossOutputs, empty_batch
+from grpo_recipes.policy.megatron.trainer import MegatronPolicy
 from policy_models import (
     LLAMA3_ROPE,
     gradients,
@@ -15,10 +19,6 @@ from policy_models import (
     weights_of,
     write_llama,
 )
-
-from grpo_recipes.errors import UserError
-from grpo_recipes.policy.contract import LossOutputs, empty_batch
-from grpo_recipes.policy.megatron.trainer import MegatronPolicy
 
 SHAPES = {
     "grouped": {},

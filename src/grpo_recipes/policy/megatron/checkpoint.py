@@ -57,6 +57,8 @@ def save(folder: Path, weights: WeightMap, optimizer: MegatronOptimizer, schedul
     for part, placed, begin, end in _owned(weights, optimizer):
         held = part._get_main_param_and_optimizer_states(placed.parameter)
         steps = _steps(part, held)
+        if placed.is_copy:
+            continue
         rank = parallel_state.get_tensor_model_parallel_rank()
         piece = Shard(placed.rule.hf[0], rank, begin, end, tuple(placed.parameter.shape))
         for state in STATES:

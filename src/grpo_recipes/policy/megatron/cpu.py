@@ -27,6 +27,7 @@ class Patch:
     replacement: Any
     upstream: str  # the code that needs it
     reason: str
+    layout: str = "one process"  # where it is met: "one process", "sequence parallel", "pipeline" or "tied pipeline"
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.attribute}"
@@ -81,14 +82,22 @@ TORCH = _Module(
     **{name: _on_cpu(getattr(torch, name)) for name in ("empty", "zeros", "ones", "tensor")},
 )
 
-_plain_type = torch.Tensor.type
+_plain_type, _plain_cuda = torch.Tensor.type, torch.Tensor.cuda
+
+
+def _called_by_megatron() -> bool:
+    return sys._getframe(2).f_globals["__name__"].startswith("megatron.core.")
 
 
 def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Tensor.type, whose bare form answers Megatron-Core with the CUDA name of the dtype."""
-    if args or kwargs or not sys._getframe(1).f_globals["__name__"].startswith("megatron.core."):
+    if args or kwargs or not _called_by_megatron():
         return _plain_type(self, *args, **kwargs)
     return _plain_type(self).replace("torch.", "torch.cuda.")
+
+
+def _cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return self if _called_by_megatron() else _plain_cuda(self, *args, **kwargs)
 
 
 PATCHES = (
@@ -147,6 +156,38 @@ PATCHES = (
         TORCH,
         "local_multi_tensor_l2_norm: torch.tensor([float(norm)], dtype=torch.float, device='cuda')",
         "norms without Apex are moved to the GPU",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.mappings",
+        "torch",
+        TORCH,
+        "_reduce_scatter_along_first_dim: torch.empty(..., device=torch.cuda.current_device())",
+        "what the tensor-parallel collectives fill is allocated on the GPU",
+        "sequence parallel",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.layers",
+        "torch",
+        TORCH,
+        "LinearWithGradAccumulationAndAsyncCommunication.backward: device=torch.cuda.current_device()",
+        "the scattered gradient of the input is allocated on the GPU",
+        "sequence parallel",
+    ),
+    Patch(
+        "megatron.core.pipeline_parallel.p2p_communication",
+        "torch",
+        TORCH,
+        "P2PCommunicator: device=torch.cuda.current_device(), torch.cuda.synchronize()",
+        "activations are received on the GPU",
+        "pipeline",
+    ),
+    Patch(
+        "torch.Tensor",
+        "cuda",
+        _cuda,
+        "LanguageModule.setup_embeddings_and_output_layer: weight.data.cuda()",
+        "the embedding that the first and last stage share is moved to the GPU before it is compared",
+        "tied pipeline",
     ),
 )
 

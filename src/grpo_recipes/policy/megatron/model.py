@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from grpo_recipes.recipe.schema import PolicyConfig
+
+# GPTModel says at every start that HybridModel will succeed it.
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from grpo_recipes.recipe.schema import PolicyConfig
 
 WHERE = "policy.megatron_cfg"
+
+# It says at every start that it computes the layout of its buffers itself, which is what is wanted.
+logging.getLogger("megatron.core.distributed.distributed_data_parallel").setLevel(logging.ERROR)
 
 
 def wrap_model(built: BuiltModel, policy: PolicyConfig) -> DistributedDataParallel:

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from grpo_recipes.recipe.schema import MegatronConfig
 
 
+CURRENT_WIDTHS = {
+    "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size,
+    "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size,
+    "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size,
+    "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size,
+}
+
+
 def initialize(megatron: MegatronConfig, seed: int) -> None:
     """Join the default group (from torchrun's variables, or alone without any port) and lay Megatron's over it.
 
@@ -35,15 +43,11 @@ def initialize(megatron: MegatronConfig, seed: int) -> None:
             f"tensor x pipeline parallel size is {model_parallel}, which does not divide {world} processes",
             where="policy.megatron_cfg",
         )
-    widths = {
-        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
-        "expert_model_parallel_size": megatron.expert_model_parallel_size,
-        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
-    }
-    if parallel_state.model_parallel_is_initialized():
+    widths = {name: getattr(megatron, name) for name in CURRENT_WIDTHS}
+    # Megatron drops groups without ending their threads, so they are kept where they fit.
+    if not parallel_state.model_parallel_is_initialized() or widths != {n: get() for n, get in CURRENT_WIDTHS.items()}:
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(**widths)
+        parallel_state.initialize_model_parallel(**widths)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 

@@ -36,6 +36,7 @@ class Placed:
 
     rule: Rule
     parameter: torch.nn.Parameter
+    is_copy: bool = False  # the last pipeline stage's copy of a tied embedding
 
     @property
     def cut_along(self) -> int | None:
@@ -58,14 +59,14 @@ class WeightMap:
         self.num_layers = config.num_layers
         self.rules = list(_all_rules(family, config.num_layers, self.tied))
         by_name = {rule.megatron: rule for rule in self.rules}
-        if self.tied:  # the last pipeline stage has a copy of the embedding
-            by_name["output_layer.weight"] = Rule("output_layer.weight", by_name[EMBEDDING].hf, "vocab")
+        if self.tied:
+            by_name[OUTPUT] = Rule(OUTPUT, by_name[EMBEDDING].hf, "vocab")
         self.placed: dict[str, Placed] = {}
         for name, parameter in built.module.named_parameters():
             whole_name = _whole_model_name(name, built)
             if whole_name not in by_name:
                 raise UserError(f"no Hugging Face name is known for {whole_name}", where=f"family {family.model_type}")
-            self.placed[whole_name] = Placed(by_name[whole_name], parameter)
+            self.placed[whole_name] = Placed(by_name[whole_name], parameter, self.tied and whole_name == OUTPUT)
 
     def _whole_shape(self, placed: Placed) -> tuple[int, ...]:
         shape = list(placed.parameter.shape)
@@ -168,7 +169,7 @@ class WeightMap:
         return result
 
 
-EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def _all_rules(family: Family, num_layers: int, tied: bool) -> Iterator[Rule]:
@@ -183,7 +184,7 @@ def _all_rules(family: Family, num_layers: int, tied: bool) -> Iterator[Rule]:
                 rule.kind,
             )
     for rule in last:
-        if not (tied and rule.megatron == "output_layer.weight"):
+        if not (tied and rule.megatron == OUTPUT):
             yield rule
 
 
