@@ -126,7 +126,13 @@ def test_logprobs_and_gradient_norm_agree_with_transformers(checkpoint, precisio
 
     batch = batch.with_logprobs(old=reference.detach())
     loss = partial(
-        policy_loss, clip_min=10.0, clip_max=10.0, dual_clip=None, kl_penalty=0.0, kl_type="k3", importance_correction=False
+        policy_loss,
+        clip_min=10.0,
+        clip_max=10.0,
+        dual_clip=None,
+        kl_penalty=0.0,
+        kl_type="k3",
+        importance_correction=False,
     )
     model.zero_grad()
     exact = -((reference - reference.detach()).exp() * batch.advantages * batch.weights).sum()
@@ -167,7 +173,13 @@ def test_save_and_load_continue_exactly(checkpoint, tmp_path):
     """Three more steps after loading equal three more steps without; fp32, deterministic kernels are not asked for."""
     batch = make_batch()
     loss = partial(
-        policy_loss, clip_min=0.2, clip_max=0.2, dual_clip=None, kl_penalty=0.0, kl_type="k3", importance_correction=False
+        policy_loss,
+        clip_min=0.2,
+        clip_max=0.2,
+        dual_clip=None,
+        kl_penalty=0.0,
+        kl_type="k3",
+        importance_correction=False,
     )
 
     def steps(policy, count):

@@ -117,7 +117,7 @@ def test_a_stop_signal_checkpoints_and_can_be_resumed(uninterrupted, tmp_path):
     said = (tmp_path / "log").read_text()
     assert "--resume" in said
     assert json.loads(progress.read_text())["status"] == "interrupted"
-    assert [p.name for p in (path / "checkpoints").iterdir()][0].startswith("step_")
+    assert next((path / "checkpoints").iterdir()).name.startswith("step_")
     finished = job(path)
     assert finished.returncode == 0, finished.stderr
     assert outcome(path) == uninterrupted

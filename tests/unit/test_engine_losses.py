@@ -30,7 +30,9 @@ def inputs_at(logprobs, *, reference=True, seed=0):
 
 def start(seed=3):
     # Off the old logprobs, so that clips are active for some tokens and not for others.
-    return (inputs_at(None).batch.old_logprobs + 0.4 * torch.randn(T, generator=torch.Generator().manual_seed(seed))).detach()
+    return (
+        inputs_at(None).batch.old_logprobs + 0.4 * torch.randn(T, generator=torch.Generator().manual_seed(seed))
+    ).detach()
 
 
 def test_clipped_surrogate_literals():
@@ -109,7 +111,10 @@ def test_nothing_off_the_mask_matters_even_if_infinite():
     at[0] = -math.inf
     at.requires_grad_()
     inputs = inputs_at(at)
-    inputs = replace(inputs, batch=replace(inputs.batch, old_logprobs=inputs.batch.old_logprobs.index_fill(0, torch.tensor([0]), -math.inf)))
+    inputs = replace(
+        inputs,
+        batch=replace(inputs.batch, old_logprobs=inputs.batch.old_logprobs.index_fill(0, torch.tensor([0]), -math.inf)),
+    )
     got = policy_loss(
         inputs, clip_min=0.2, clip_max=0.2, dual_clip=None, kl_penalty=0.1, kl_type="k3", importance_correction=True
     )

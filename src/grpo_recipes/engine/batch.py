@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -61,4 +62,4 @@ def split_evenly(count: int, parts: int) -> list[range]:
     """Consecutive ranges over `count` items, sizes differing by at most one; fewer parts if there are fewer items."""
     parts = min(parts, count)
     bounds = [count * i // parts for i in range(parts + 1)] if parts else [0]
-    return [range(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [range(a, b) for a, b in pairwise(bounds)]

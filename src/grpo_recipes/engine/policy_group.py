@@ -128,5 +128,3 @@ class EmbeddedGenerator:
 
     def wake(self) -> None:
         self.workers.call("wake")
-
-

@@ -23,7 +23,14 @@ class Rollout:
 
 
 def roll_out(
-    parts: Parts, prompts: Prompts, indices: Sequence[int], *, per_prompt: int, temperature: float, step: int, run_seed: int
+    parts: Parts,
+    prompts: Prompts,
+    indices: Sequence[int],
+    *,
+    per_prompt: int,
+    temperature: float,
+    step: int,
+    run_seed: int,
 ) -> list[Rollout]:
     """`per_prompt` responses to each prompt, prompt by prompt. The seed of each is a function of all arguments."""
     generation = parts.recipe.policy.generation

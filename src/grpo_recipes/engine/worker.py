@@ -35,9 +35,7 @@ class Worker:
         return mismatch_sums(old[self.batch.mask], self.batch.sampler_logprobs[self.batch.mask])
 
     def compute_reference_logprobs(self, microbatches: Microbatches) -> None:
-        self.batch = self.batch.with_logprobs(
-            reference=self._per_token(microbatches, self.policy.reference_logprobs)
-        )
+        self.batch = self.batch.with_logprobs(reference=self._per_token(microbatches, self.policy.reference_logprobs))
 
     def train(self, microbatches: Microbatches, loss: Loss) -> TrainStats:
         return self.policy.train([self._cut(members) for members in microbatches], loss)
