@@ -95,7 +95,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing
         [T, H, D].
     """
     repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     if query.is_cuda and query.dtype in HALF:
         from torch.nn.attention.varlen import varlen_attn
 

@@ -28,12 +28,13 @@ class Decoder:
     """
 
     def __init__(self, model: BuiltModel, *, max_batch_size: int, max_sequence_length: int) -> None:
-        if model.config.pipeline_model_parallel_size > 1:
-            raise UserError(
-                "the embedded sampler does not run over pipeline stages",
-                where="policy.megatron_cfg.pipeline_model_parallel_size",
-                mend="set 1",
-            )
+        for key, neutral in (("pipeline_model_parallel_size", 1), ("sequence_parallel", False)):
+            if getattr(model.config, key) != neutral:
+                raise UserError(
+                    "the embedded sampler does not run with it",
+                    where=f"policy.megatron_cfg.{key}",
+                    mend=f"set {str(neutral).lower()}",
+                )
         self.model = model
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.cache: KeyValueCache | None = None
@@ -77,16 +78,9 @@ class Decoder:
     @torch.no_grad()
     def _forward(self, token_ids: Tensor, inputs: AttentionInputs, wanted: Tensor | None) -> Tensor:
         """Logits of the wanted tokens, or of all."""
-        module, tp = self.model.module, self.model.config.tensor_model_parallel_size
+        module = self.model.module
         was_training = module.training
         module.eval()
-        gap = -len(token_ids) % tp if self.model.config.sequence_parallel else 0
-        if gap:
-            raise UserError(
-                "the embedded sampler does not run with sequence parallelism",
-                where="policy.megatron_cfg.sequence_parallel",
-                mend="set false",
-            )
 
         def logits(*, hidden_states: Tensor, output_layer: Any, output_weight: Any, **_: Any) -> Tensor:
             if wanted is not None:
