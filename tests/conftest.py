@@ -15,8 +15,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-GPU_MISSING = "needs CUDA"
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _nemorun_home(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -32,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and not _cuda():
         for item in gpu_tests:
-            item.add_marker(pytest.mark.skip(reason=GPU_MISSING))
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
 def _cuda() -> bool:
@@ -44,7 +42,7 @@ def _cuda() -> bool:
 def _skips(config: pytest.Config) -> tuple[int, int]:
     """Skips for want of a GPU, and all others."""
     reports = config.pluginmanager.get_plugin("terminalreporter").stats.get("skipped", [])
-    gpu = sum(GPU_MISSING in str(report.longrepr) for report in reports)
+    gpu = sum("gpu" in getattr(report, "keywords", {}) for report in reports)
     return gpu, len(reports) - gpu
 
 

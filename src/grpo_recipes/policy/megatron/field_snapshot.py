@@ -12,9 +12,9 @@ import enum
 import inspect
 import json
 import types
+from importlib.metadata import version
 from typing import Any, Literal, Union, get_args, get_origin
 
-import megatron.core
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -34,7 +34,7 @@ def snapshot() -> dict[str, Any]:
     and other objects. choices: the admissible texts or numbers of a Literal or an enum (by name), else null.
     """
     return {
-        "megatron_core": megatron.core.__version__,
+        "megatron_core": version("megatron-core"),  # its own __version__ adds the commit of the working folder
         **{cls.__name__: _dataclass_fields(cls) for cls in CLASSES},
         OptimizerParamScheduler.__name__: _arguments(OptimizerParamScheduler.__init__),
     }
