@@ -5,6 +5,7 @@ Exit status: 0 done, 1 crashed, 2 a mistake that the user can mend, 130 stopped 
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 from pathlib import Path
@@ -19,6 +20,8 @@ DONE, CRASHED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 def main(path: Path) -> int:
     folder = open_run(path)
     write_pid(folder)
+    # Megatron-Core says at every start that GPTModel is frozen and how it would lay out its buffers.
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
     attempt = next_attempt(folder)
     # After the process is on record: these imports take seconds.
     from grpo_recipes.engine.interrupt import Interrupted, stop_requests

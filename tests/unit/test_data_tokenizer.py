@@ -74,6 +74,13 @@ def test_char_tokenizer_knows_newlines_and_any_character(tmp_path: Path) -> None
     assert tokenizer.decode([6, 3, 7, 5, 4, 2]) == "漢\n<é\ta"
 
 
+def test_char_tokenizer_can_ignore_spaces(tmp_path: Path) -> None:
+    build_char_tokenizer("12+=", tmp_path, ignore_spaces=True)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("1 + 2=", add_special_tokens=False) == [2, 4, 3, 5]
+    assert tokenizer.decode([2, 4, 3, 5]) == "1+2="
+
+
 def test_char_tokenizer_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     build_char_tokenizer(ALPHABET, tmp_path)
     with pytest.raises(UserError, match=r"prompt '2x3': cannot be tokenized: .*\n  -> use a tokenizer that covers"):

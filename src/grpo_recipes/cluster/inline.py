@@ -17,12 +17,13 @@ class InlineGroup:
     Args:
         factory: makes the worker.
         device: "cpu" or "cuda" (the first GPU).
+        threads: of tensor operations; default: every core.
     """
 
     world_size = 1
 
-    def __init__(self, factory: WorkerFactory, *, device: str = "cpu") -> None:
-        self.threads = threads_per_worker(1)
+    def __init__(self, factory: WorkerFactory, *, device: str = "cpu", threads: int | None = None) -> None:
+        self.threads = threads or threads_per_worker(1)
         torch.set_num_threads(self.threads)
         if device == "cuda":
             torch.cuda.set_device(0)

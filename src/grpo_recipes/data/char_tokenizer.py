@@ -9,11 +9,11 @@ from grpo_recipes.errors import UserError
 PAD, EOS = "<pad>", "<eos>"
 
 
-def build_char_tokenizer(alphabet: str, folder: Path) -> None:
+def build_char_tokenizer(alphabet: str, folder: Path, *, ignore_spaces: bool = False) -> None:
     """Write a Hugging Face tokenizer into `folder`: ids 0 <pad>, 1 <eos>, then the characters in the given order.
 
-    A character outside the alphabet cannot be encoded: it is an error, never an unknown token. Decoding joins the
-    characters without spaces. The files are the same bytes each time.
+    A character outside the alphabet cannot be encoded: it is an error, never an unknown token. With `ignore_spaces`
+    spaces are dropped before encoding. Decoding joins the characters without spaces. The files are the same bytes each time.
 
     Raises:
         UserError: the alphabet is empty or repeats a character.
@@ -23,11 +23,13 @@ def build_char_tokenizer(alphabet: str, folder: Path) -> None:
     repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
     if repeated:
         raise UserError(f"the alphabet repeats {', '.join(map(repr, repeated))}", where="alphabet")
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    if ignore_spaces:
+        tokenizer.normalizer = normalizers.Replace(" ", "")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(PAD, special=True), AddedToken(EOS, special=True)])

@@ -58,7 +58,7 @@ class Rows:
         digest = hashlib.sha256()
         for row in self.examples:
             content = [row.question, row.answer, row.metadata]
-            text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+            text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
             digest.update(text.encode() + b"\n")
         return digest.hexdigest()
 

@@ -38,24 +38,24 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
     import torch
 
     facts = check_model(recipe.policy)
-    tokenizer = load_tokenizer(facts.tokenizer_folder, recipe.policy.trust_remote_code)
-    rows = load_datasets(recipe.data)
-    train, train_rows = prompts_of(rows[0], recipe, tokenizer, "train")
-    validation, validation_rows = prompts_of(rows[1], recipe, tokenizer, "validation")
-    last = last_step(recipe, len(train))
-    policy = recipe.policy
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    factory = partial(
-        make_worker,
-        policy=policy,
-        model_folder=facts.folder,
-        max_positions=facts.max_positions,
-        optimizer_steps=last * optimizer_steps_per_batch(recipe),
-        needs_reference=recipe.loss_fn.reference_policy_kl_penalty > 0,
-    )
-    environment = make_environment(recipe.env, recipe.data)
+    environment = make_environment(recipe.env, recipe.data)  # first: its processes start while the rest is loaded
     try:
-        with InlineGroup(factory, device=device) as workers:
+        tokenizer = load_tokenizer(facts.tokenizer_folder, recipe.policy.trust_remote_code)
+        rows = load_datasets(recipe.data)
+        train, train_rows = prompts_of(rows[0], recipe, tokenizer, "train")
+        validation, validation_rows = prompts_of(rows[1], recipe, tokenizer, "validation")
+        last = last_step(recipe, len(train))
+        policy = recipe.policy
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        factory = partial(
+            make_worker,
+            policy=policy,
+            model_folder=facts.folder,
+            max_positions=facts.max_positions,
+            optimizer_steps=last * optimizer_steps_per_batch(recipe),
+            needs_reference=recipe.loss_fn.reference_policy_kl_penalty > 0,
+        )
+        with InlineGroup(factory, device=device, threads=recipe.cluster.cpu_threads) as workers:
             generator = EmbeddedGenerator(workers)
             packing, longest = policy.sequence_packing, policy.max_total_sequence_length
             group = PolicyGroup(

@@ -85,7 +85,8 @@ def launch(
 def environment(profile: Profile) -> dict[str, str]:
     """What the job's environment has on top of the launcher's: tools of this Python come first on PATH."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return {"PATH": path, **profile.env}
+    # Some of reasoning-gym's dependencies warn of their own syntax when they are first compiled.
+    return {"PATH": path, "PYTHONWARNINGS": "ignore::SyntaxWarning", **profile.env}
 
 
 def _check_home() -> None:

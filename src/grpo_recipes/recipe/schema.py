@@ -179,7 +179,8 @@ class LoggerConfig(Section):
 
 class ClusterConfig(Section):
     num_nodes: PositiveInt = 1
-    gpus_per_node: NonNegativeInt = 0  # 0: one CPU process
+    gpus_per_node: NonNegativeInt = 0  # 0: one process, on a GPU only if there happens to be one
+    cpu_threads: PositiveInt | None = None  # of a process's tensor operations; default: its share of the cores
 
 
 class Recipe(Section):

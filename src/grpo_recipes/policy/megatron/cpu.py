@@ -198,11 +198,26 @@ def install() -> None:
     """Apply every patch once. Does nothing where CUDA is available."""
     if torch.cuda.is_available():
         return
+    with _uncompiled():
+        for module in ("distributed", "models.gpt", "optimizer", "pipeline_parallel"):
+            importlib.import_module(f"megatron.core.{module}")
     for patch in PATCHES:
         if patch not in _originals:
             owner = _find(patch.owner)
             _originals[patch] = getattr(owner, patch.attribute)
             setattr(owner, patch.attribute, patch.replacement)
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Megatron-Core passes its fused functions to torch.compile while it is imported, which loads Dynamo and Inductor:
+    seconds of every start, for kernels that model.py leaves off."""
+    real = torch.compile
+    torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = real
 
 
 @contextlib.contextmanager
