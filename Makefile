@@ -11,6 +11,10 @@ ifndef UV_CACHE_DIR
 export UV_CACHE_DIR := $(shell if [ -n "$$HOME" ] && [ -w "$$HOME" ]; then echo "$$HOME/.cache/uv"; else echo "$(CURDIR)/.cache/uv"; fi)
 endif
 export UV_PYTHON_DOWNLOADS := never
+# A site's own certificate authority is among the system's; uv knows only its own unless told.
+ifneq ($(wildcard /etc/ssl/certs/ca-certificates.crt),)
+export UV_SYSTEM_CERTS ?= 1
+endif
 export UV_HTTP_TIMEOUT ?= 180
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --no-deps
 COMPILE := $(BIN)/uv pip compile --quiet --python $(BIN)/python --python-version 3.12 --generate-hashes --no-header \
