@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from grpo_recipes.engine.batch import Sample, loss_weights, make_batch, split_evenly
-from grpo_recipes.engine.packing import assign_ranks, pack
+from grpo_recipes.engine.packing import assign_ranks, chunk, pack
 from grpo_recipes.engine.policy_group import same_number
 
 SAMPLES = [
@@ -65,6 +65,11 @@ def test_pack_fills_bins_and_loses_nothing():
     assert sorted(i for b in bins for i in b) == list(range(8))
     assert all(sum(lengths[i] for i in b) <= 10 for b in bins)
     assert len(bins) == 4  # 40 tokens in bins of 10
+
+
+def test_chunk_counts_sequences():
+    assert chunk([9, 1, 9, 1, 9], 2) == [[0, 1], [2, 3], [4]]
+    assert chunk([], 2) == []
 
 
 def test_pack_names_the_sequence_that_does_not_fit():

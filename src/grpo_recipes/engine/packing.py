@@ -27,6 +27,11 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
+def chunk(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Consecutive sequences, `size` to a microbatch whatever their lengths: what runs with packing switched off."""
+    return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+
+
 def assign_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Sequence indices of each data-parallel rank: longest first, each to the rank with the least work so far.
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_recipes.cluster.contract import WorkerGroup
-from grpo_recipes.engine.packing import assign_ranks, pack
+from grpo_recipes.engine.packing import assign_ranks
 from grpo_recipes.engine.worker import Microbatches
 from grpo_recipes.generation.contract import Completion, Request
 from grpo_recipes.policy.contract import Batch, Loss, TrainStats, WeightSpec, empty_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Cut = Callable[[Sequence[int]], Microbatches]
 
 POLL = 64  # completions fetched per call
 
@@ -33,13 +35,13 @@ class PolicyGroup:
 
     Args:
         workers: one `Worker` per rank, every rank a data-parallel one.
-        train_tokens, logprob_tokens: most tokens of a microbatch.
+        cut_train, cut_logprob: from the lengths of a rank's sequences to its microbatches of indices.
     """
 
-    def __init__(self, workers: WorkerGroup, *, train_tokens: int, logprob_tokens: int) -> None:
+    def __init__(self, workers: WorkerGroup, *, cut_train: Cut, cut_logprob: Cut) -> None:
         self.workers = workers
         self.data_parallel = workers.world_size
-        self.train_tokens, self.logprob_tokens = train_tokens, logprob_tokens
+        self.cut_train, self.cut_logprob = cut_train, cut_logprob
 
     def load_batch(self, batch: Batch, optimizer_steps: Sequence[Sequence[int]]) -> None:
         """Give each data-parallel rank its sequences, and decide every microbatch of the coming step."""
@@ -52,10 +54,10 @@ class PolicyGroup:
             for rank, share in enumerate(shares):
                 first = len(members[rank])
                 members[rank] += [step[s] for s in share]
-                bins = pack([lengths[step[s]] for s in share], self.train_tokens)
+                bins = self.cut_train([lengths[step[s]] for s in share])
                 local_steps.append([[first + i for i in bin_] for bin_ in bins])
             self._train.append(same_number(local_steps))
-        self._logprob = same_number([pack([lengths[s] for s in m], self.logprob_tokens) for m in members])
+        self._logprob = same_number([self.cut_logprob([lengths[s] for s in m]) for m in members])
         self.workers.scatter("load_batch", [(batch.select(m) if m else empty_batch(),) for m in members])
 
     def compute_logprobs(self) -> Mismatch:

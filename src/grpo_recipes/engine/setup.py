@@ -14,8 +14,9 @@ from grpo_recipes.data.dataset import Dataset, load_datasets
 from grpo_recipes.data.prompts import encode_dataset
 from grpo_recipes.data.tokenizer import chat_template_digest, load_tokenizer, tokenizer_digest
 from grpo_recipes.engine.losses import cross_entropy_loss, policy_loss
+from grpo_recipes.engine.packing import chunk, pack
 from grpo_recipes.engine.parts import Parts, Prompts
-from grpo_recipes.engine.policy_group import EmbeddedGenerator, PolicyGroup
+from grpo_recipes.engine.policy_group import Cut, EmbeddedGenerator, PolicyGroup
 from grpo_recipes.engine.worker import Worker
 from grpo_recipes.environments.factory import make_environment
 from grpo_recipes.errors import UserError
@@ -57,11 +58,11 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
         )
         with InlineGroup(factory, device=device, threads=recipe.cluster.cpu_threads) as workers:
             generator = EmbeddedGenerator(workers)
-            packing, longest = policy.sequence_packing, policy.max_total_sequence_length
+            packing = policy.sequence_packing
             group = PolicyGroup(
                 workers,
-                train_tokens=packing.train_mb_tokens or longest * policy.train_micro_batch_size,
-                logprob_tokens=packing.logprob_mb_tokens or longest * policy.logprob_batch_size,
+                cut_train=make_cut(policy, packing.train_mb_tokens, policy.train_micro_batch_size),
+                cut_logprob=make_cut(policy, packing.logprob_mb_tokens, policy.logprob_batch_size),
             )
             parts = Parts(
                 recipe=recipe,
@@ -116,6 +117,13 @@ def make_worker(
         device=placement.device,
     )
     return Worker(trainer, sampler)
+
+
+def make_cut(policy: PolicyConfig, tokens: int | None, sequences: int) -> Cut:
+    """How a rank's sequences become microbatches: packed up to so many tokens, or a number of sequences each."""
+    if not policy.sequence_packing.enabled:
+        return partial(chunk, size=sequences)
+    return partial(pack, capacity=tokens or policy.max_total_sequence_length * sequences)
 
 
 def make_loss(recipe: Recipe) -> Loss:

@@ -63,6 +63,9 @@ class LossConfig(Section):
 
 
 class SequencePackingConfig(Section):
+    """enabled: microbatches hold up to so many tokens. Else they hold train_micro_batch_size (logprob_batch_size)
+    sequences, whatever their lengths. Either way sequences lie end to end and nothing is padded."""
+
     enabled: bool = True
     # Tokens per packed microbatch; default: max_total_sequence_length x the micro batch size of training or logprobs.
     train_mb_tokens: PositiveInt | None = None
