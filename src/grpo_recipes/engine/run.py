@@ -100,7 +100,7 @@ def record_manifest(
         explicit=resolved.values,
         full=resolved.recipe.model_dump(mode="json"),
         overrides=resolved.overrides,
-        command=sys.argv,
+        command=["nemo-run", "recipe", f"{resolved.name}@{resolved.version}", *resolved.overrides],
         seeds={"run": plan.seed, "initial_weights": resolved.recipe.policy.init_seed},
         inputs=inputs,
         backends={

@@ -63,7 +63,7 @@ def build_manifest(
         explicit: the values that recipe, bases and overrides set; nested plain data.
         full: every value, defaults included; nested plain data.
         overrides: `key=value`, as given.
-        command: the command line.
+        command: what starts the same run again.
         seeds: every seed by what it seeds.
         inputs: digests: "model" and "tokenizer" (sha256 by file, see `folder_sha256`), "chat_template" (`text_sha256`),
             "train_rows" and "validation_rows" (`rows_sha256`).
