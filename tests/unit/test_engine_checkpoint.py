@@ -84,3 +84,41 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     assert checkpoints.latest(pytest.fail) is None
     checkpoints.save(8, {}, None, writer(5))
     assert names(tmp_path / "c") == ["step_000008"]
+
+
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_that_looks_like_one(tmp_path, monkeypatch):
+    checkpoints = store(tmp_path / "c", keep_last=1, keep_top_k=0)
+    first = checkpoints.save(1, {}, None, writer(5))
+
+    def killed(path, **_):
+        (path / "state.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo_recipes.engine.checkpoint.shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2, {}, None, writer(5))
+    assert not first.exists()
+    assert checkpoints.latest(pytest.fail).step == 2
+    checkpoints.save(3, {}, None, writer(5))
+    assert names(tmp_path / "c") == ["step_000003"]
+
+
+def test_a_damaged_checkpoint_is_put_aside_and_does_not_count_as_kept(tmp_path):
+    checkpoints = store(tmp_path / "c", keep_last=1)
+    checkpoints.save(1, {}, 0.5, writer(5))
+    (checkpoints.save(4, {}, None, writer(5)) / "state.json").write_text("{")
+    assert checkpoints.latest(lambda _: None).step == 1
+    checkpoints.save(2, {}, None, writer(5))
+    assert names(tmp_path / "c") == ["damaged_step_000004", "step_000001", "step_000002"]
+    assert checkpoints.latest(pytest.fail).step == 2
+    checkpoints.save(4, {}, None, writer(5))
+    assert checkpoints.latest(pytest.fail).step == 4
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    checkpoints = store(tmp_path / "c", keep_last=1)
+    checkpoints.save(3, {}, None, writer(5))
+    checkpoints.save(3, {}, 0.7, writer(5))
+    assert names(tmp_path / "c") == ["step_000003"]
+    assert checkpoints.latest(pytest.fail).metric == 0.7

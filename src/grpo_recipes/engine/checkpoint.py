@@ -48,7 +48,7 @@ class CheckpointStore:
         final = self.folder / f"step_{step:06d}"
         aside = self.folder / f".writing_step_{step:06d}"
         try:
-            for leftover in self.folder.glob(".writing_*"):
+            for leftover in (*self.folder.glob(".writing_*"), *self.folder.glob(".removing_*")):
                 shutil.rmtree(leftover)
             (aside / POLICY).mkdir(parents=True)
             write_policy(aside / POLICY)
@@ -57,7 +57,7 @@ class CheckpointStore:
             for name in relative_files(aside):
                 sync(aside / name)
             if final.exists():  # damaged, or from an attempt that this run does not continue
-                shutil.rmtree(final)
+                self._hide(final)
             aside.rename(final)
             sync(self.folder)
         except OSError as error:
@@ -72,21 +72,25 @@ class CheckpointStore:
         return final
 
     def latest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest undamaged checkpoint; says through `warn` which damaged ones were passed over.
+        """The newest undamaged checkpoint; says through `warn` which damaged ones were passed over and put aside.
 
         Raises:
             UserError: there are checkpoints, but every one is damaged.
         """
-        damaged = []
+        damaged: list[Path] = []
         for path in reversed(self._all()):
             problem = find_damage(path)
             if problem is None:
+                for passed_over in damaged:  # they must not count among the last that are kept
+                    aside = passed_over.with_name(f"damaged_{passed_over.name}")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    passed_over.rename(aside)
                 return read_checkpoint(path)
-            damaged.append(path.name)
+            damaged.append(path)
             warn(f"checkpoint {path.name} is damaged ({problem}); falling back to the one before it")
         if damaged:
             raise UserError(
-                f"every checkpoint is damaged: {', '.join(damaged)}",
+                f"every checkpoint is damaged: {', '.join(path.name for path in damaged)}",
                 where=str(self.folder),
                 mend="restore one from a backup, or start the recipe again in a new run folder",
             )
@@ -105,7 +109,13 @@ class CheckpointStore:
         )
         keep |= {path for _, path in ranked[: self.keep_top_k]}
         for path in set(found) - keep:
-            shutil.rmtree(path)
+            self._hide(path)
+        for hidden in self.folder.glob(".removing_*"):
+            shutil.rmtree(hidden)
+
+    def _hide(self, path: Path) -> None:
+        """Renamed before it is removed: a process killed in between leaves nothing that looks like a checkpoint."""
+        path.rename(self.folder / f".removing_{path.name}")
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
