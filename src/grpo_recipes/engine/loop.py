@@ -93,16 +93,21 @@ def run_loop(
             store.save(state.step, state_to_json(state), metric, parts.policy.save)
             saved, save_seconds = state.step, time.perf_counter() - start
 
+    def enter(phase: str) -> None:
+        stop.check(phase)
+        reporter.phase(phase)
+
     while True:
         try:
             stop.check("evaluation")
             if evaluation_due(plan, state.step, last_step) and state.step not in evaluated:
-                phases = Phases(reporter.phase, parts.policy.peak_memory)
+                phases = Phases(enter, parts.policy.peak_memory)
                 with phases("evaluation"):
                     values = evaluate(
                         parts, state.step, problems=plan.max_val_samples, run_seed=plan.seed, greedy=greedy
                     )
                 metric = values.get(recipe.checkpointing.metric_name)
+                saved = -1  # a stop before this evaluation has left a checkpoint that does not know the metric
                 reporter.record(state.step, "val", values, phases.seconds, phases.peak_bytes)
                 reporter.update(accuracy=values["val/accuracy"])
                 print(f"step {state.step}: {brief(values)}", flush=True)
@@ -110,7 +115,7 @@ def run_loop(
                 save()
             if state.step == last_step:
                 return state
-            phases = Phases(reporter.phase, parts.policy.peak_memory)
+            phases = Phases(enter, parts.policy.peak_memory)
             start = time.perf_counter()
             outcome = step(parts, state, phases)
         except Interrupted:
@@ -133,8 +138,8 @@ def run_loop(
             raise UserError(
                 f"{state.bad_steps} optimizer steps in a row, the last in step {state.step}, had a loss or gradient "
                 "that is not finite; their updates were skipped",
-                where="max_bad_steps",
-                mend="lower the learning rate, or look at the rollouts of these steps; then go on with --resume",
+                where=f"{'grpo' if recipe.grpo else 'sft'}.max_bad_steps",
+                mend="look at the rollouts of these steps, and start a new run with a lower learning rate",
             )
 
 
