@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_recipes.engine.losses import clipped_surrogate, cross_entropy_loss, kl_estimate, policy_loss
-from grpo_recipes.policy.contract import Batch, LossInputs
+from grpo_recipes.policy.contract import Batch, LossInputs, empty_batch
 
 T = 12
 MASK = torch.tensor([False, False, True, True, True, True] * 2)
@@ -125,3 +125,22 @@ def test_nothing_off_the_mask_matters_even_if_infinite():
 def test_cross_entropy():
     inputs = inputs_at(start())
     assert cross_entropy_loss(inputs).loss.item() == pytest.approx(-inputs.logprobs[MASK].mean().item())
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+def test_every_rank_reports_the_same_statistics(penalty):
+    """Covers: a rank with fewer microbatches fails. What runs in place of work names the same sums as work does."""
+    loss = partial(
+        policy_loss,
+        clip_min=0.2,
+        clip_max=0.2,
+        dual_clip=None,
+        kl_penalty=penalty,
+        kl_type="k3",
+        importance_correction=False,
+    )
+    idle = empty_batch()
+    worked = loss(inputs_at(start(), reference=penalty > 0))
+    waited = loss(LossInputs(logprobs=torch.zeros(2), entropy=torch.zeros(2), batch=idle))
+    assert worked.sums.keys() == waited.sums.keys()
+    assert waited.loss == 0 and all(value == 0 for value in waited.sums.values())

@@ -80,7 +80,8 @@ def policy_loss(
         "ratio": ratio.detach()[mask].sum(),
         "entropy": inputs.entropy.detach()[mask].sum(),
     }
-    if batch.reference_logprobs is not None:
+    if kl_penalty > 0:
+        assert batch.reference_logprobs is not None, "reference_logprobs() comes before train()"
         reference = torch.where(mask, batch.reference_logprobs, 0.0)
         kl_T = torch.where(mask, kl_estimate(torch.where(mask, inputs.logprobs, 0.0), reference, kl_type), 0.0)
         loss_T = loss_T + kl_penalty * kl_T
