@@ -10,6 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from grpo_recipes.engine.interrupt import Interrupted, stop_requests
 from grpo_recipes.errors import UserError
 from grpo_recipes.recipe.compose import load_resolved
 from grpo_recipes.runs.folder import next_attempt, open_run, write_pid
@@ -18,18 +19,21 @@ DONE, CRASHED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(path: Path) -> int:
-    folder = open_run(path)
-    write_pid(folder)
     # Megatron-Core says at every start that GPTModel is frozen and how it would lay out its buffers.
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    attempt = next_attempt(folder)
-    # After the process is on record: these imports take seconds.
-    from grpo_recipes.engine.interrupt import Interrupted, stop_requests
-    from grpo_recipes.engine.loop import Reporter
-    from grpo_recipes.engine.run import first_progress, run
-
-    reporter = Reporter(folder, first_progress(attempt))
     with stop_requests() as stop:
+        try:
+            folder = open_run(path)
+            write_pid(folder)
+            attempt = next_attempt(folder)
+        except UserError as error:  # there is no telling what to report to
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return BAD_INPUT
+        # After the process is on record and signals are heard: these imports take seconds.
+        from grpo_recipes.engine.loop import Reporter
+        from grpo_recipes.engine.run import first_progress, run
+
+        reporter = Reporter(folder, first_progress(attempt))
         try:
             run(load_resolved(folder.recipe_path), folder, attempt, stop, reporter)
         except Interrupted:
