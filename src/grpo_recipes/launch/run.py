@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # -P: a file of the folder the user stands in (types.py, datasets/) must not shadow a module.
 JOB = (sys.executable, "-P", "-m", "grpo_recipes.job")
 INTERRUPTED = 130
+ENDED_BY_SIGNAL = 128  # and above: the shell's status of a process that a signal ended
 LOG_LINES = 20  # of a failed job
 
 
@@ -168,7 +169,7 @@ def _conclude(folder: RunFolder, stop: StopForwarder, last: Progress | None, sec
         out.print(f"finished in {clock(seconds)}{accuracy}")
         return 0
     resume = f"nemo-run recipe {_reference(load_resolved(folder.recipe_path))} --resume {folder.path}"
-    if code == INTERRUPTED or stop.asked:
+    if code == INTERRUPTED or (stop.asked and code > ENDED_BY_SIGNAL):  # else it failed while it was stopping
         step = "" if last is None else f" after step {last.step}"
         out.print(f"interrupted{step}; go on with\n  {resume}")
         return INTERRUPTED
@@ -176,7 +177,7 @@ def _conclude(folder: RunFolder, stop: StopForwarder, last: Progress | None, sec
     error.print(f"the job failed with exit status {code}; the end of {folder.log_path}:")
     lines = folder.log_path.read_text(errors="replace").splitlines() if folder.log_path.is_file() else []
     error.print("\n".join(f"  {line}" for line in lines[-LOG_LINES:]))
-    if folder.checkpoints_dir.is_dir() and any(folder.checkpoints_dir.iterdir()):
+    if folder.checkpoints_dir.is_dir() and any(folder.checkpoints_dir.glob("step_*")):
         error.print(f"go on from its last checkpoint with\n  {resume}")
     return code
 
