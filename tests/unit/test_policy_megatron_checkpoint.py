@@ -2,6 +2,8 @@
 without an error, a scheduler that adds the saved steps to its own."""
 
 import json
+import resource
+import signal
 
 import pytest
 import torch
@@ -188,3 +190,17 @@ def test_a_truncated_file_is_an_error(folder, tmp_path):
     file.unlink()
     with pytest.raises(UserError, match="missing"):
         policy.load(path)
+
+
+def test_a_full_disk_is_an_operating_system_error(folder, tmp_path):
+    """safetensors has an exception of its own, which the checkpoint store would not take for a full disk."""
+    policy = make(folder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"rank-00000\.safetensors: .*File too large"):
+            policy.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)

@@ -48,7 +48,8 @@ class Shard:
 
 
 def save(folder: Path, weights: WeightMap, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> None:
-    """Collective. `folder` exists and is empty."""
+    """Collective. `folder` exists and is empty. Raises OSError where the disk is full or refuses."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {f"rng/{name}": state for name, state in _rng_states().items()}
@@ -73,7 +74,11 @@ def save(folder: Path, weights: WeightMap, optimizer: MegatronOptimizer, schedul
         "scheduler_steps": scheduler.num_steps,
         "shards": [asdict(piece) for piece in shards],
     }
-    save_file(tensors, folder / _file(dist.get_rank()), metadata={"state": json.dumps(header)})
+    path = folder / _file(dist.get_rank())
+    try:
+        save_file(tensors, path, metadata={"state": json.dumps(header)})
+    except SafetensorError as error:  # how it passes on what the system said
+        raise OSError(f"{path}: {error}") from error
     dist.barrier()
 
 
