@@ -64,16 +64,21 @@ def encode(example: Example, config: DataConfig, tokenizer: PreTrainedTokenizerB
     Raises:
         UserError: as `render`; or the tokenizer has no token for part of the text.
     """
-    text = render(example, config, tokenizer)
-    try:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # tokenizers raises bare Exception for a character outside its vocabulary
-        mend = "use a tokenizer that covers the dataset"
-        raise UserError(f"cannot be tokenized: {error}", where=f"prompt {text[:60]!r}", mend=mend) from error
+    ids = encode_text(render(example, config, tokenizer), tokenizer, "prompt")
     bos = tokenizer.bos_token_id
     if config.apply_chat_template or bos is None or ids[:1] == [bos]:
         return ids
     return [bos, *ids] if bos in tokenizer.encode("", add_special_tokens=True) else ids
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, what: str) -> list[int]:
+    """Token ids of the text alone. Raises UserError, naming `what` it is, where the tokenizer has no token for it."""
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # tokenizers raises bare Exception for a character outside its vocabulary
+        mend = "use a tokenizer that covers the dataset"
+        raise UserError(f"cannot be tokenized: {error}", where=f"{what} {text[:60]!r}", mend=mend) from error
+    return ids
 
 
 def encode_dataset(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_recipes.cluster.contract import Placement
 from grpo_recipes.cluster.inline import InlineGroup
 from grpo_recipes.data.dataset import Dataset, load_datasets
-from grpo_recipes.data.prompts import encode_dataset
+from grpo_recipes.data.prompts import encode_dataset, encode_text
 from grpo_recipes.data.tokenizer import chat_template_digest, load_tokenizer, tokenizer_digest
 from grpo_recipes.engine.losses import cross_entropy_loss, policy_loss
 from grpo_recipes.engine.packing import chunk, pack
@@ -45,6 +45,8 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
         rows = load_datasets(recipe.data)
         train, train_rows = prompts_of(rows[0], recipe, tokenizer, "train")
         validation, validation_rows = prompts_of(rows[1], recipe, tokenizer, "validation")
+        if recipe.sft:
+            check_answers(train, tokenizer, recipe.policy.max_total_sequence_length)
         last = last_step(recipe, len(train))
         policy = recipe.policy
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,6 +91,18 @@ def prompts_of(
     for reason, count in kept.excluded.items():
         print(f"data.{role}: {count} rows left out: {reason}", flush=True)
     return Prompts(kept, prompt_ids), kept
+
+
+def check_answers(train: Prompts, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
+    """Supervised training: each prompt, its answer and a stop token are at most so many tokens, or UserError."""
+    for example, prompt in zip(train.examples, train.prompt_ids, strict=True):
+        length = len(prompt) + len(encode_text(example.answer, tokenizer, "answer")) + 1
+        if length > most:
+            raise UserError(
+                f"{most} tokens cannot hold the {length} of prompt, answer and stop token of {example.question[:60]!r}",
+                where="policy.max_total_sequence_length",
+                mend=f"set it to at least {length}, or use shorter answers",
+            )
 
 
 def make_worker(

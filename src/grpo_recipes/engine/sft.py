@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from grpo_recipes.data.prompts import encode_text
 from grpo_recipes.data.sampler import next_indices
 from grpo_recipes.engine.batch import Sample, make_batch
 from grpo_recipes.engine.parts import LoopState, Parts, StepOutcome
@@ -18,7 +19,7 @@ def sft_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
     indices, sampler = next_indices(state.sampler, len(parts.train), size, recipe.data.shuffle)
     samples = []
     for index in indices:
-        answer = parts.tokenizer.encode(parts.train.examples[index].answer, add_special_tokens=False)
+        answer = encode_text(parts.train.examples[index].answer, parts.tokenizer, "answer")
         target = torch.tensor([*answer, parts.stop_token_ids[0]])
         samples.append(Sample(parts.train.prompt_ids[index], target, torch.zeros(len(target)), advantage=0.0))
     batch = make_batch(samples, [range(size)], token_level=recipe.loss_fn.token_level_loss)
