@@ -47,13 +47,11 @@ def _grpo(grpo: GRPOConfig, policy: PolicyConfig) -> Iterator[Problem]:
             f"try {' or '.join(map(str, _nearest_divisors(rollouts, policy.train_global_batch_size)))}",
         )
     if grpo.num_generations_per_prompt == 1:
-        for name in ("use_leave_one_out_baseline", "normalize_rewards", "drop_zero_variance_groups"):
-            if getattr(grpo, name):
-                yield Problem(
-                    f"grpo.{name}",
-                    "compares the generations of a prompt, and num_generations_per_prompt is 1",
-                    f"set grpo.num_generations_per_prompt to at least 2, or grpo.{name} to false",
-                )
+        yield Problem(
+            "grpo.num_generations_per_prompt",
+            "1 response to a prompt has no other to be compared with: every advantage would be 0",
+            "set it to at least 2",
+        )
 
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:
