@@ -1,27 +1,32 @@
-import os
+import errno
+import resource
 import signal
 
-from grpo_recipes import job
+import pytest
+import torch
+
 from grpo_recipes.errors import UserError
+from grpo_recipes.job import only_job
+from grpo_recipes.policy.hf.folder import write_safetensors
 from grpo_recipes.runs.folder import create_run
 
 
-def test_an_unreadable_run_folder_is_one_clear_error(tmp_path, capsys):
+def test_one_job_to_a_folder(tmp_path):
     folder = create_run(tmp_path / "run")
-    folder.recipe_path.write_text("")
-    folder.manifest_path.write_text("{")
-    assert job.main(folder.path) == 2
-    assert capsys.readouterr().err.startswith(f"error: {folder.manifest_path}: cannot be read")
+    with only_job(folder), pytest.raises(UserError, match="still going"), only_job(folder):
+        pass
+    with only_job(folder):  # free again
+        pass
 
 
-def test_signals_are_heard_from_the_start(tmp_path, monkeypatch):
-    """A Ctrl-C while libraries are imported must not end in a traceback."""
-    folder = create_run(tmp_path / "run")
-    folder.recipe_path.write_text("")
-
-    def interrupted(_):
-        os.kill(os.getpid(), signal.SIGINT)
-        raise UserError("the end of this test")
-
-    monkeypatch.setattr(job, "next_attempt", interrupted)
-    assert job.main(folder.path) == 2
+def test_a_refused_write_is_the_systems_error(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="model") as caught:
+            write_safetensors({"w": torch.zeros(100_000)}, tmp_path / "model.safetensors", {"format": "pt"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.errno == errno.EFBIG

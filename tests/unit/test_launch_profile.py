@@ -69,5 +69,6 @@ def test_the_jobs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     bin_folder = str(Path(sys.executable).parent)
     assert environment(Profile(executor="local", env={"A": "1"})) == {
         "PATH": f"{bin_folder}{os.pathsep}/somewhere/bin",
+        "PYTHONWARNINGS": "ignore::SyntaxWarning",
         "A": "1",
     }

@@ -32,12 +32,14 @@ def evaluate(parts: Parts, step: int, *, problems: int, run_seed: int, greedy: b
         )
         result = judge(parts, rollouts)
         rewards = [reward for reward in result.rewards if reward is not None]
-        accuracy = sum(reward >= 1.0 for reward in rewards) / max(len(rewards), 1)
-        metrics[f"{prefix}accuracy"] = accuracy
-        metrics[f"{prefix}accuracy_stderr"] = math.sqrt(accuracy * (1 - accuracy) / max(len(rewards), 1))
         metrics[f"{prefix}grader_errors"] = float(count - len(rewards))
-        if not prefix.endswith("greedy_"):
-            metrics["val/reward"] = sum(rewards) / max(len(rewards), 1)
+        if rewards:  # without a single judgement there is no accuracy, not an accuracy of 0
+            accuracy = sum(reward >= 1.0 for reward in rewards) / len(rewards)
+            metrics[f"{prefix}accuracy"] = accuracy
+            metrics[f"{prefix}accuracy_stderr"] = math.sqrt(accuracy * (1 - accuracy) / len(rewards))
+        if temperature > 0:
             lengths = [len(r.completion.token_ids) for r in rollouts]
             metrics["val/response_length_mean"] = sum(lengths) / count
+            if rewards:
+                metrics["val/reward"] = sum(rewards) / len(rewards)
     return metrics

@@ -109,7 +109,7 @@ def run_loop(
                 metric = values.get(recipe.checkpointing.metric_name)
                 saved = -1  # a stop before this evaluation has left a checkpoint that does not know the metric
                 reporter.record(state.step, "val", values, phases.seconds, phases.peak_bytes)
-                reporter.update(accuracy=values["val/accuracy"])
+                reporter.update(accuracy=values.get("val/accuracy"))
                 print(f"step {state.step}: {brief(values)}", flush=True)
             if state.step and (state.step % recipe.checkpointing.save_period == 0 or state.step == last_step):
                 save()
@@ -137,9 +137,9 @@ def run_loop(
         if state.bad_steps > plan.max_bad_steps:
             raise UserError(
                 f"{state.bad_steps} optimizer steps in a row, the last in step {state.step}, had a loss or gradient "
-                "that is not finite; their updates were skipped",
+                "that is not finite, or no response that the grader could judge; nothing was updated",
                 where=f"{'grpo' if recipe.grpo else 'sft'}.max_bad_steps",
-                mend="look at the rollouts of these steps, and start a new run with a lower learning rate",
+                mend="look at the rollouts of these steps: mend the grader, or start a new run with a lower learning rate",
             )
 
 

@@ -76,6 +76,7 @@ def policy_loss(
     if importance_correction:
         loss_T = loss_T * torch.where(mask, batch.old_logprobs - batch.sampler_logprobs, 0.0).exp()
     sums = {
+        "tokens": mask.sum(),
         "clipped": (clipped & mask).sum(),
         "ratio": ratio.detach()[mask].sum(),
         "entropy": inputs.entropy.detach()[mask].sum(),

@@ -21,15 +21,18 @@ def reward_metrics(
     rewards_GN: Tensor, valid_GN: Tensor, advantages_GN: Tensor, silent_G: Tensor, errors: Sequence[str | None]
 ) -> dict[str, float]:
     valid, advantages = rewards_GN[valid_GN], advantages_GN[valid_GN]
-    some = len(valid) > 0
-    return {
-        "train/reward": float(valid.mean()) if some else 0.0,
-        "train/reward_std": float(valid.std(correction=0)) if some else 0.0,
-        "train/advantage_mean": float(advantages.mean()) if some else 0.0,
-        "train/advantage_abs_mean": float(advantages.abs().mean()) if some else 0.0,
+    metrics = {
         "train/zero_variance_fraction": float(silent_G.double().mean()),
         "train/grader_errors": float(sum(error is not None for error in errors)),
     }
+    if len(valid):  # without a single judgement there is no reward, not a reward of 0
+        metrics |= {
+            "train/reward": float(valid.mean()),
+            "train/reward_std": float(valid.std(correction=0)),
+            "train/advantage_mean": float(advantages.mean()),
+            "train/advantage_abs_mean": float(advantages.abs().mean()),
+        }
+    return metrics
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -43,12 +46,12 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def training_metrics(stats: Sequence[TrainStats], mismatch: Mismatch, tokens: int) -> dict[str, float]:
-    """Means over all optimizer steps of the batch that were taken; token means over all its generated tokens."""
+    """Means over the optimizer steps of the batch that were taken, and over their generated tokens."""
     taken = [s for s in stats if not s.skipped]
     count = max(len(taken), 1)
 
     def token_mean(name: str) -> float:
-        return sum(s.sums[name] for s in taken) / tokens
+        return sum(s.sums[name] for s in taken) / sum(s.sums["tokens"] for s in taken)
 
     metrics = {
         "train/loss": sum(s.loss for s in taken) / count,

@@ -49,6 +49,8 @@ def run(resolved: ResolvedRecipe, folder: RunFolder, attempt: int, stop: StopReq
             state = state_from_json(checkpoint.state)
             parts.refit(state.weight_version)
             print(f"resumed from step {state.step}", flush=True)
+        elif attempt > 1:
+            print("no checkpoint yet: starting again from step 0", flush=True)
         record_manifest(resolved, folder, attempt, state.step, parts, inputs)
         evaluated = {row.step for row in read_metrics(folder.metrics_path) if row.kind == "val"}
         reporter.log = MetricsLog(folder, attempt, None if attempt == 1 else state.step)

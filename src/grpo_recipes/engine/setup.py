@@ -57,6 +57,7 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
             max_positions=facts.max_positions,
             optimizer_steps=last * optimizer_steps_per_batch(recipe),
             needs_reference=recipe.loss_fn.reference_policy_kl_penalty > 0,
+            seed=run_seed(recipe),
         )
         with InlineGroup(factory, device=device, threads=recipe.cluster.cpu_threads) as workers:
             generator = EmbeddedGenerator(workers)
@@ -113,6 +114,7 @@ def make_worker(
     max_positions: int,
     optimizer_steps: int,
     needs_reference: bool,
+    seed: int,
 ) -> Worker:
     from grpo_recipes.generation.megatron.sampler import MegatronSampler
     from grpo_recipes.policy.megatron.trainer import MegatronPolicy
@@ -123,6 +125,7 @@ def make_worker(
         total_optimizer_steps=optimizer_steps,
         model_folder=model_folder,
         needs_reference=needs_reference,
+        seed=seed,
     )
     sampler = MegatronSampler(
         trainer.decoder,
@@ -153,6 +156,12 @@ def make_loss(recipe: Recipe) -> Loss:
         kl_type=loss.reference_policy_kl_type,
         importance_correction=loss.use_importance_sampling_correction,
     )
+
+
+def run_seed(recipe: Recipe) -> int:
+    plan = recipe.grpo or recipe.sft
+    assert plan is not None
+    return plan.seed
 
 
 def optimizer_steps_per_batch(recipe: Recipe) -> int:

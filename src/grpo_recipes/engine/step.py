@@ -82,7 +82,7 @@ def grpo_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
     with phase("refit"):
         parts.refit(version)
 
-    bad_steps = state.bad_steps
+    bad_steps = state.bad_steps if valid_GN.any() else state.bad_steps + 1  # a dead grader teaches nothing
     for s in stats:
         bad_steps = bad_steps + 1 if s.skipped else 0
     generated = sum(len(r.completion.token_ids) for r in rollouts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from types import FrameType, TracebackType
@@ -50,9 +51,11 @@ class StopForwarder:
             return
         if self._received >= 2:
             self._console.print("killing the job")
-            os.killpg(os.getpgid(pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.killpg(os.getpgid(pid), signal.SIGKILL)
             self._done = 2
         else:
             self._console.print("stopping: the job saves a checkpoint first (once more to kill it)")
-            os.kill(pid, self._signal)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, self._signal)
             self._done = 1

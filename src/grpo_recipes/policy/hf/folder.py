@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -122,6 +123,20 @@ class RandomTensors:
         return torch.randn(shape, generator=generator) * self.standard_deviation
 
 
+def write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Raises OSError where the disk is full or refuses: safetensors passes that on as an error of its own."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error), str(path)) from error
+
+
 class FolderWriter:
     """Collects tensors into safetensors files of at most `shard_bytes`, with an index where there are several."""
 
@@ -143,9 +158,7 @@ class FolderWriter:
         self._name_shards()
 
     def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self._held, self._part(len(self._shards)), metadata={"format": "pt"})
+        write_safetensors(self._held, self._part(len(self._shards)), {"format": "pt"})
         self._shards.append(list(self._held))
         self._held, self._held_bytes = {}, 0
 

@@ -22,6 +22,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from grpo_recipes.errors import UserError
+from grpo_recipes.policy.hf.folder import write_safetensors
 from grpo_recipes.policy.hf.mapping import merge, shard, split, unshard
 from grpo_recipes.policy.megatron.optimizer import distributed_optimizers
 
@@ -49,9 +50,6 @@ class Shard:
 
 def save(folder: Path, weights: WeightMap, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> None:
     """Collective. `folder` exists and is empty. Raises OSError where the disk is full or refuses."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     tensors: dict[str, Tensor] = {f"rng/{name}": state for name, state in _rng_states().items()}
     shards: list[Shard] = []
     steps = 0
@@ -74,11 +72,7 @@ def save(folder: Path, weights: WeightMap, optimizer: MegatronOptimizer, schedul
         "scheduler_steps": scheduler.num_steps,
         "shards": [asdict(piece) for piece in shards],
     }
-    path = folder / _file(dist.get_rank())
-    try:
-        save_file(tensors, path, metadata={"state": json.dumps(header)})
-    except SafetensorError as error:  # how it passes on what the system said
-        raise OSError(f"{path}: {error}") from error
+    write_safetensors(tensors, folder / _file(dist.get_rank()), {"state": json.dumps(header)})
     dist.barrier()
 
 

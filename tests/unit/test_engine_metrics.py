@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+from grpo_recipes.engine.metrics import reward_metrics, training_metrics
+from grpo_recipes.engine.policy_group import Mismatch
+from grpo_recipes.policy.contract import TrainStats
+
+MISMATCH = Mismatch(token_mult_prob_error=1.5, gen_kl_error=0.25, logprob_diff_max=2.0)
+
+
+def stats(skipped: bool, tokens: float) -> TrainStats:
+    sums = {"tokens": tokens, "clipped": 2.0, "ratio": 1.5 * tokens, "entropy": 0.5 * tokens}
+    return TrainStats(3.0, 4.0, 1e-3, skipped, sums, {"ratio": 9.0 if skipped else 2.0})
+
+
+def test_skipped_optimizer_steps_take_no_part_in_means():
+    found = training_metrics([stats(False, 10), stats(True, 30), stats(False, 40)], MISMATCH, 80)
+    assert found["train/ratio_mean"] == 1.5 and found["train/entropy"] == 0.5 and found["train/ratio_max"] == 2.0
+    assert found["train/clip_fraction"] == pytest.approx(4 / 50)
+    assert found["train/bad_steps"] == 1.0 and found["train/valid_tokens"] == 80.0
+
+
+def test_a_step_without_a_taken_optimizer_step_has_no_token_means():
+    found = training_metrics([stats(True, 10)], MISMATCH, 10)
+    assert "train/ratio_mean" not in found and found["train/bad_steps"] == 1.0
+
+
+def test_no_judgement_is_no_reward():
+    """Covers: a grader that fails everywhere, shown as a reward of 0."""
+    rewards, invalid = torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool)
+    found = reward_metrics(rewards, invalid, rewards, torch.ones(2, dtype=torch.bool), ["no"] * 4)
+    assert "train/reward" not in found and found["train/grader_errors"] == 4.0
