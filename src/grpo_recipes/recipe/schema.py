@@ -183,7 +183,7 @@ class LoggerConfig(Section):
 class ClusterConfig(Section):
     num_nodes: PositiveInt = 1
     gpus_per_node: NonNegativeInt = 0  # 0: one process, on a GPU only if there happens to be one
-    cpu_threads: PositiveInt | None = None  # of a process's tensor operations; default: its share of the cores
+    cpu_threads: Annotated[int, Field(gt=0, le=256)] | None = None  # of a process's tensor operations; default: its share of the cores
 
 
 class Recipe(Section):
