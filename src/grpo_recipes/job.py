@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ def main(path: Path) -> int:
         except Interrupted:
             message = f"stopped after step {reporter.progress.step}; "
             message += (
-                f"go on with: nemo-run recipe --resume {folder.path}"
+                f"go on with: nemo-run recipe {resolved.name} --resume {shlex.quote(str(folder.path))}"
                 if resolved.recipe.checkpointing.enabled
                 else "there is no checkpoint to go on from (checkpointing.enabled=false)"
             )

@@ -22,11 +22,13 @@ from grpo_recipes.runs.folder import create_run
     ],
 )
 def test_exit_status(code, asked, status, tmp_path, capsys):
-    folder = create_run(tmp_path / "run")
+    folder = create_run(tmp_path / "a run; $(x)")
     folder.recipe_path.write_text(resolve("tiny_arith", ()).to_yaml())
     folder.log_path.write_text("error: could not write the checkpoint\n")
     (folder.path / "job.exit").write_text(f"{code}\n")
-    assert _conclude(folder, SimpleNamespace(asked=asked), None, 1.0, Console()) == status
+    assert _conclude(folder, SimpleNamespace(asked=asked), None, 1.0, Console(soft_wrap=True)) == status
     said = capsys.readouterr()
     assert ("interrupted" in said.out) == (status == 130)
     assert ("could not write the checkpoint" in said.err) == (status in (2, 137))
+    if status == 130:  # a line that a shell takes as it is
+        assert f"nemo-run recipe tiny_arith@v1 --resume '{folder.path}'" in said.out

@@ -161,6 +161,11 @@ def test_other_overrides_are_yaml(folder: Path) -> None:
         ("data.train.task_args={a: ['${x}']}", "data.train.task_args.a: interpolation is not available"),
         ("grpo.seed=???", "??? stands for a missing value"),
         ("grpo.seed=!!binary aGk=", "a recipe cannot hold a bytes"),
+        ("data.prompt=\udcff{question}", "data.prompt: is not valid UTF-8"),
+        ("data.train=[]", "data.train: is given a list and a mapping"),
+        ("grpo=[1]", "grpo: is given a list and a mapping"),
+        ("data.train.task_args=&a [*a]", "line 1, column 1: not valid YAML: found unconstructable recursive node"),
+        (f"grpo.seed={'9' * 5000}", "grpo.seed, line 1, column 1: not valid YAML: a number of 5000 digits"),
     ],
 )
 def test_bad_overrides(folder: Path, override: str, expected: str) -> None:

@@ -115,6 +115,10 @@ def test_missing_folders(name: str, expected: str, tmp_path: Path, monkeypatch: 
     assert expected in error_of(name)
 
 
+def test_a_missing_tokenizer_folder_is_told_by_its_key(tmp_path: Path, folder: Path) -> None:
+    assert error_of(folder, tokenizer={"name": "/no/where"}).startswith("policy.tokenizer.name: no folder /no/where")
+
+
 def test_a_hub_name_is_looked_up_in_the_local_cache_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.file_download
 

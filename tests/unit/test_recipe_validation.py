@@ -82,6 +82,7 @@ def test_all_mistakes_at_once() -> None:
         # Covers: a batch that does not divide is cut or crashes.
         (["policy.train_global_batch_size=100"], "100 does not divide the 512 rollouts of a step"),
         (["policy.train_global_batch_size=100"], "try 64 or 128"),
+        (["grpo.num_prompts_per_step=10000000000000000000001"], "try 202 or 356"),
         (["policy.train_global_batch_size=1024"], "try 512"),
         (
             [

@@ -123,6 +123,15 @@ def test_list_runs_newest_first_and_a_killed_job_is_dead(tmp_path):
     assert process_alive(run) is False
 
 
+def test_damaged_runs_do_not_hide_the_others(tmp_path):
+    write_manifest(create_run(tmp_path / "good"), MANIFEST)
+    for name, text in (("empty", "{}"), ("torn", '{"recipe"')):
+        create_run(tmp_path / name).manifest_path.write_text(text)
+    assert [(r.name, r.status) for r in list_runs(tmp_path)] == [
+        ("empty", "damaged"), ("good", "starting"), ("torn", "damaged")
+    ]  # fmt: skip
+
+
 def test_a_process_id_used_again_is_not_the_job(tmp_path):
     run = create_run(tmp_path / "a")
     write_pid(run)

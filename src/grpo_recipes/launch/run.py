@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -168,7 +169,8 @@ def _conclude(folder: RunFolder, stop: StopForwarder, last: Progress | None, sec
         accuracy = "" if last is None or last.accuracy is None else f", accuracy {last.accuracy:.3f}"
         out.print(f"finished in {clock(seconds)}{accuracy}")
         return 0
-    resume = f"nemo-run recipe {_reference(load_resolved(folder.recipe_path))} --resume {folder.path}"
+    reference = _reference(load_resolved(folder.recipe_path))
+    resume = shlex.join(["nemo-run", "recipe", reference, "--resume", str(folder.path)])
     if code == INTERRUPTED or (stop.asked and code > ENDED_BY_SIGNAL):  # else it failed while it was stopping
         step = "" if last is None else f" after step {last.step}"
         out.print(f"interrupted{step}; go on with\n  {resume}")
@@ -194,8 +196,6 @@ def _reference(resolved: ResolvedRecipe) -> str:
 def _print_plan(
     out: Console, resolved: ResolvedRecipe | None, path: Path, executor: str, profile: Profile, command: tuple[str, ...]
 ) -> None:
-    import shlex
-
     from grpo_recipes.recipe.yaml_files import dump
 
     if resolved is not None:

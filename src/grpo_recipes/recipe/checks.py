@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -55,10 +56,12 @@ def _grpo(grpo: GRPOConfig, policy: PolicyConfig) -> Iterator[Problem]:
 
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of `number` just below and just above `wanted`."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    """The divisors of `number` just below and just above `wanted`; one it shares with `wanted` if both are far."""
+    far = 10_000  # of a mistyped, huge number not every divisor is sought
+    near = range(max(1, wanted - far), min(number, wanted + far) + 1)
+    divisors = [d for d in near if number % d == 0]
     below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
-    return [*below[-1:], *above[:1]]
+    return [*below[-1:], *above[:1]] or [math.gcd(number, wanted)]
 
 
 def _loss(recipe: Recipe) -> Iterator[Problem]:

@@ -103,6 +103,8 @@ def _refuse_strange(value: Any, where: str) -> None:
         raise UserError(f"interpolation is not available: {value!r}", where=where, mend="write the value out")
     elif value == "???":
         raise UserError("??? stands for a missing value", where=where, mend="write the value, or leave the key out")
+    elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        raise UserError(f"is not valid UTF-8: {value!r}", where=where, mend="give text in UTF-8")
     elif not (value is None or isinstance(value, str | int | float | bool)):
         raise UserError(f"a recipe cannot hold a {type(value).__name__}", where=where, mend="write text or a number")
 
@@ -114,10 +116,21 @@ def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
     """
     from omegaconf import OmegaConf
 
+    _refuse_clashes(layers)
     # unsafe_merge is the faster one: it may change its inputs, which nobody else holds.
     merged: Any = OmegaConf.to_container(OmegaConf.unsafe_merge(*(OmegaConf.create(layer.values) for layer in layers)))
     set_by = {leaf: layer.origin for layer in layers for leaf, _ in leaves(layer.values)}
     return merged, {leaf: set_by[leaf] for leaf, _ in leaves(merged)}
+
+
+def _refuse_clashes(layers: Sequence[Layer]) -> None:
+    """A list and a mapping of the same path cannot be merged."""
+    found = [leaf for layer in layers for leaf in leaves(layer.values)]
+    lists = {path for path, value in found if isinstance(value, list)}
+    within = {path[: dot.start()] for path, _ in found for dot in re.finditer(r"\.", path)}
+    clashes = lists & (within | {path for path, value in found if isinstance(value, dict)})
+    if clashes:
+        raise UserError("is given a list and a mapping", where=min(clashes), mend="give the kind that it had before")
 
 
 def last(layers: Sequence[Layer], path: str, default: Any = None) -> Any:

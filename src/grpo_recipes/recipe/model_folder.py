@@ -31,7 +31,7 @@ class ModelFacts:
     stop_token_ids: tuple[int, ...]
 
 
-def model_path(name: str, revision: str | None = None) -> Path:
+def model_path(name: str, revision: str | None = None, key: str = "policy.model_name") -> Path:
     """The local folder that policy.model_name or policy.tokenizer.name stands for. Never asks the network.
 
     `recipe:<recipe>/<folder>` lies beside a recipe; anything else is a folder, or a hub name that is in the local
@@ -41,12 +41,12 @@ def model_path(name: str, revision: str | None = None) -> Path:
         UserError: there is no such folder and no such cached model.
     """
     if name.startswith("recipe:"):
-        return _beside_recipe(name.removeprefix("recipe:"))
+        return _beside_recipe(name.removeprefix("recipe:"), key)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise UserError(f"{name} is a file", where="policy.model_name", mend="give the folder that holds config.json")
+        raise UserError(f"{name} is a file", where=key, mend="give the folder that holds config.json")
     if _HUB_NAME.fullmatch(name):
         from huggingface_hub import try_to_load_from_cache
 
@@ -55,13 +55,13 @@ def model_path(name: str, revision: str | None = None) -> Path:
             return Path(cached).parent
         raise UserError(
             f"{name} is neither a folder here ({Path.cwd()}) nor a model in the Hugging Face cache",
-            where="policy.model_name",
-            mend=f"fetch it with `hf download {name}`, or set policy.model_name to a local folder",
+            where=key,
+            mend=f"fetch it with `hf download {name}`, or set {key} to a local folder",
         )
-    raise UserError(f"no folder {name}", where="policy.model_name", mend="give an existing model folder")
+    raise UserError(f"no folder {name}", where=key, mend="give an existing model folder")
 
 
-def _beside_recipe(path: str) -> Path:
+def _beside_recipe(path: str, key: str) -> Path:
     folder = recipes_folder() / path
     if folder.is_dir():
         return folder
@@ -71,7 +71,7 @@ def _beside_recipe(path: str) -> Path:
     ]
     close = nearest(f"recipe:{path}", beside) or beside
     mend = f"did you mean {' or '.join(close)}?" if close else "give a folder"
-    raise UserError(f"no folder {path} among the recipes", where="policy.model_name", mend=mend)
+    raise UserError(f"no folder {path} among the recipes", where=key, mend=mend)
 
 
 def check_model(policy: PolicyConfig) -> ModelFacts:
@@ -82,7 +82,9 @@ def check_model(policy: PolicyConfig) -> ModelFacts:
             than the recipe's sequences; tokenizer and embedding disagree; no stop token.
     """
     folder = model_path(policy.model_name, policy.model_revision)
-    tokenizer_folder = model_path(policy.tokenizer.name, None) if policy.tokenizer.name else folder
+    tokenizer_folder = (
+        model_path(policy.tokenizer.name, key="policy.tokenizer.name") if policy.tokenizer.name else folder
+    )
     config = _config(folder)
     _refuse_own_code(folder, config, policy.trust_remote_code)
     if policy.initial_weights == "pretrained":

@@ -24,6 +24,9 @@ _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        return super().construct_object(node, deep=True)  # else an alias may stand for what it lies in
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for index, ((key_node, _), key) in enumerate(zip(node.value, keys, strict=True)):
@@ -39,6 +42,8 @@ class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
+    if len(text) > 100:
+        raise yaml.MarkedYAMLError(problem=f"a number of {len(text)} digits", problem_mark=node.start_mark)
     return int(text, 0) if text.startswith(("0x", "0o")) else int(text)
 
 

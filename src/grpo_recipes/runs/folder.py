@@ -67,7 +67,7 @@ class RunSummary:
     path: Path
     recipe: str | None
     version: str | None
-    status: str  # as in progress.json; "dead" where that says "running" but the process is gone
+    status: str  # as in progress.json; "dead" where that says "running" but the process is gone; "damaged"
     step: int | None
     max_steps: int | None
     reward: float | None
@@ -176,8 +176,11 @@ def _summarise(folder: RunFolder) -> RunSummary:
     from grpo_recipes.runs.manifest import read_manifest
     from grpo_recipes.runs.progress import read_progress
 
-    recipe = read_manifest(folder).get("recipe", {}) if folder.manifest_path.is_file() else {}
-    progress = read_progress(folder)
+    try:
+        recipe = read_manifest(folder)["recipe"] if folder.manifest_path.is_file() else {}
+        progress = read_progress(folder)
+    except UserError:  # one damaged folder must not hide the others
+        return RunSummary(folder.name, folder.path, None, None, "damaged", None, None, None, None, None)
     status: str = progress.status if progress else "starting"
     if status in ("running", "starting") and process_alive(folder) is False:
         status = "dead"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_recipes
+from grpo_recipes.errors import UserError
 from grpo_recipes.runs.files import folder_sha256, read_json_object, text_sha256, write_atomically
 from grpo_recipes.runs.folder import RunFolder
 
@@ -107,7 +108,10 @@ def write_manifest(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
 
 def read_manifest(folder: RunFolder) -> dict[str, Any]:
     """Raises UserError if there is none or it is damaged."""
-    return read_json_object(folder.manifest_path, mend="name the folder of a run that has started")
+    manifest = read_json_object(folder.manifest_path, mend="name the folder of a run that has started")
+    if not isinstance(manifest.get("recipe"), dict) or not manifest["recipe"].get("name"):
+        raise UserError("names no recipe", where=str(folder.manifest_path), mend="name the folder of a run")
+    return manifest
 
 
 def code_state() -> dict[str, Any]:
