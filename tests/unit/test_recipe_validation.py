@@ -111,6 +111,13 @@ def test_all_mistakes_at_once() -> None:
         (["data.validation.dataset_name=file"], "data.env_name: reasoning_gym judges only its own rows"),
         (["data.prompt=Question:"], "data.prompt: 'Question:' names no field of a row"),
         (["grpo.max_val_samples=100000"], "grpo.max_val_samples: 100000 exceeds"),
+        (["data.train.question_pattern=("], "data.train.question_pattern: '(' is not a regular expression"),
+        (["env.reasoning_gym.answer_pattern=x"], "env.reasoning_gym.answer_pattern: 'x' has no group"),
+        (["loss_fn.ratio_clip_min=1.5"], "loss_fn.ratio_clip_min"),
+        (["policy.generation.stop_token_ids=[]"], "policy.generation.stop_token_ids"),
+        (["checkpointing.metric_name=val/accurcy"], "checkpointing.metric_name"),
+        (["grpo.seed=99999999999999999999999"], "grpo.seed"),
+        (["cluster.cpu_threads=100000"], "cluster.cpu_threads"),
         (["data.train.size=10"], "data.train.size: 10 rows are fewer than the 64"),
     ],
 )

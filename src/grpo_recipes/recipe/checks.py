@@ -22,6 +22,7 @@ def recipe_problems(recipe: Recipe) -> list[Problem]:
         *parallel_problems(recipe),
         *_data(recipe),
         *_sizes(recipe),
+        *_patterns(recipe),
     ]
 
 
@@ -34,6 +35,24 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "policy.megatron_cfg.enabled", "is false, and Megatron-Core is the only trainer", "set it to true"
         )
+
+
+def _patterns(recipe: Recipe) -> Iterator[Problem]:
+    """Regular expressions that do not compile, and an answer pattern without a group to hold the answer."""
+    for where, pattern, groups in (
+        ("data.train.question_pattern", recipe.data.train.question_pattern, 0),
+        ("data.validation.question_pattern", recipe.data.validation.question_pattern, 0),
+        ("env.reasoning_gym.answer_pattern", recipe.env.reasoning_gym.answer_pattern, 1),
+    ):
+        if pattern is None:
+            continue
+        try:
+            found = re.compile(pattern).groups
+        except re.error as error:
+            yield Problem(where, f"{pattern!r} is not a regular expression: {error}", "correct it")
+            continue
+        if found < groups:
+            yield Problem(where, f"{pattern!r} has no group", "put parentheses around the part that is the answer")
 
 
 def _grpo(grpo: GRPOConfig, policy: PolicyConfig) -> Iterator[Problem]:

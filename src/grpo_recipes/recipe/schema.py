@@ -13,6 +13,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -35,7 +36,7 @@ class GRPOConfig(Section):
     val_at_end: bool = True
     max_val_samples: PositiveInt = 256  # held-out problems per evaluation
     val_greedy: bool = False  # evaluate the most likely answers, too
-    seed: NonNegativeInt = 42
+    seed: Seed = 42
     max_bad_steps: NonNegativeInt = 3  # consecutive optimizer steps skipped for a non-finite value before the run stops
     shuffle_rewards: bool = False  # a control: rewards permuted within each batch; nothing can be learnt
 
@@ -48,14 +49,14 @@ class SFTConfig(Section):
     val_at_start: bool = False
     val_at_end: bool = True
     max_val_samples: PositiveInt = 256
-    seed: NonNegativeInt = 42
+    seed: Seed = 42
     max_bad_steps: NonNegativeInt = 3
 
 
 class LossConfig(Section):
     reference_policy_kl_penalty: NonNegativeFloat = 0.0
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    ratio_clip_min: NonNegativeFloat = 0.2
+    ratio_clip_min: Fraction = 0.2
     ratio_clip_max: NonNegativeFloat = 0.2
     ratio_clip_c: PositiveFloat | None = None  # dual clip; must exceed 1 + ratio_clip_max
     token_level_loss: bool = True  # false: mean over each sequence's tokens, then over sequences
@@ -98,7 +99,9 @@ class GenerationConfig(Section):
     backend: Literal["megatron"] = "megatron"
     max_new_tokens: PositiveInt
     temperature: PositiveFloat = 1.0
-    stop_token_ids: tuple[NonNegativeInt, ...] | None = None  # default: the tokenizer's end of sequence
+    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = (
+        None  # default: the tokenizer's end of sequence
+    )
     max_batch_size: PositiveInt = 512  # sequences the embedded sampler decodes at once
 
 
@@ -107,7 +110,7 @@ class PolicyConfig(Section):
     model_revision: str | None = None
     trust_remote_code: bool = False
     initial_weights: Literal["pretrained", "random"] = "pretrained"
-    init_seed: NonNegativeInt = 0  # of random initial weights
+    init_seed: Seed = 0  # of random initial weights
     tokenizer: TokenizerConfig = TokenizerConfig()
     train_global_batch_size: PositiveInt  # sequences per optimizer step
     train_micro_batch_size: PositiveInt = 1
@@ -128,7 +131,7 @@ class DatasetConfig(Section):
     task: str | None = None
     task_args: dict[str, Any] = Field(default_factory=dict)
     size: PositiveInt | None = None
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     path: str | None = None
     question_column: str = "question"
     answer_column: str = "answer"
@@ -167,7 +170,7 @@ class CheckpointingConfig(Section):
     save_period: PositiveInt = 10
     keep_last: PositiveInt = 2
     keep_top_k: NonNegativeInt = 1
-    metric_name: str = "val/accuracy"
+    metric_name: Literal["val/accuracy", "val/greedy_accuracy", "val/reward"] = "val/accuracy"
     higher_is_better: bool = True
 
 
@@ -183,7 +186,9 @@ class LoggerConfig(Section):
 class ClusterConfig(Section):
     num_nodes: PositiveInt = 1
     gpus_per_node: NonNegativeInt = 0  # 0: one process, on a GPU only if there happens to be one
-    cpu_threads: Annotated[int, Field(gt=0, le=256)] | None = None  # of a process's tensor operations; default: its share of the cores
+    cpu_threads: Annotated[int, Field(gt=0, le=256)] | None = (
+        None  # of a process's tensor operations; default: its share of the cores
+    )
 
 
 class Recipe(Section):
