@@ -21,8 +21,6 @@ from grpo_recipes.recipe.compose import load_resolved
 from grpo_recipes.runs.folder import RunFolder, next_attempt, open_run, write_pid
 
 DONE, CRASHED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-
-
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 

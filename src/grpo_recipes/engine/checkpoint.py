@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import UserError
+from grpo_recipes.runs.files import file_sha256
 
 STATE, FILES, POLICY = "state.json", "files.json", "policy"
 
@@ -53,7 +53,7 @@ class CheckpointStore:
             (aside / POLICY).mkdir(parents=True)
             write_policy(aside / POLICY)
             write_json(aside / STATE, {"step": step, "state": state, "metric": metric})
-            write_json(aside / FILES, {name: file_digest(aside / name) for name in relative_files(aside)})
+            write_json(aside / FILES, {name: file_sha256(aside / name) for name in relative_files(aside)})
             for name in relative_files(aside):
                 sync(aside / name)
             if final.exists():  # damaged, or from an attempt that this run does not continue
@@ -135,18 +135,13 @@ def find_damage(path: Path) -> str | None:
     for name, digest in recorded.items():
         if not (path / name).is_file():
             return f"{name} is missing"
-        if file_digest(path / name) != digest:
+        if file_sha256(path / name) != digest:
             return f"{name} has changed"
     return None
 
 
 def relative_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_json(path: Path, content: Any) -> None:

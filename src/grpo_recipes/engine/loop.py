@@ -78,7 +78,7 @@ def run_loop(
         UserError: too many steps in a row were not finite, or a checkpoint could not be written.
     """
     recipe = parts.recipe
-    plan: GRPOConfig | SFTConfig = recipe.grpo or recipe.sft  # type: ignore[assignment]
+    plan = recipe.plan
     step: Step = grpo_step if recipe.grpo else sft_step
     greedy = recipe.grpo is not None and recipe.grpo.val_greedy
     saved = state.step if state.step else -1

@@ -30,8 +30,6 @@ def run(resolved: ResolvedRecipe, folder: RunFolder, attempt: int, stop: StopReq
         UserError: something that the user can mend.
     """
     recipe = resolved.recipe
-    plan = recipe.grpo or recipe.sft
-    assert plan is not None
     reporter.phase("setup")
     sinks = [name for name in SINKS if getattr(recipe.logger, name)]
     reporter.sinks = open_sinks(folder, sinks, recipe.logger.project, recipe.model_dump(mode="json"))
@@ -42,7 +40,7 @@ def run(resolved: ResolvedRecipe, folder: RunFolder, attempt: int, stop: StopReq
         higher_is_better=recipe.checkpointing.higher_is_better,
     )
     with open_parts(recipe, stop.check) as (parts, last, inputs):
-        state = LoopState(0, SamplerState(plan.seed), 0, 0)
+        state = LoopState(0, SamplerState(recipe.plan.seed), 0, 0)
         checkpoint = store.latest(warn) if attempt > 1 else None
         if checkpoint is not None:
             parts.policy.load(checkpoint.policy_folder)
@@ -93,8 +91,6 @@ def record_manifest(
             )
         write_manifest(folder, add_attempt(manifest, attempt, step))
         return
-    plan = resolved.recipe.grpo or resolved.recipe.sft
-    assert plan is not None
     manifest = build_manifest(
         name=resolved.name,
         version=resolved.version,
@@ -103,7 +99,7 @@ def record_manifest(
         full=resolved.recipe.model_dump(mode="json"),
         overrides=resolved.overrides,
         command=["nemo-run", "recipe", f"{resolved.name}@{resolved.version}", *resolved.overrides],
-        seeds={"run": plan.seed, "initial_weights": resolved.recipe.policy.init_seed},
+        seeds={"run": resolved.recipe.plan.seed, "initial_weights": resolved.recipe.policy.init_seed},
         inputs=inputs,
         backends={
             **parts.policy.describe(),

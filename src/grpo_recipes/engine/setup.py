@@ -57,7 +57,7 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
             max_positions=facts.max_positions,
             optimizer_steps=last * optimizer_steps_per_batch(recipe),
             needs_reference=recipe.loss_fn.reference_policy_kl_penalty > 0,
-            seed=run_seed(recipe),
+            seed=recipe.plan.seed,
         )
         with InlineGroup(factory, device=device, threads=recipe.cluster.cpu_threads) as workers:
             generator = EmbeddedGenerator(workers)
@@ -156,12 +156,6 @@ def make_loss(recipe: Recipe) -> Loss:
         kl_type=loss.reference_policy_kl_type,
         importance_correction=loss.use_importance_sampling_correction,
     )
-
-
-def run_seed(recipe: Recipe) -> int:
-    plan = recipe.grpo or recipe.sft
-    assert plan is not None
-    return plan.seed
 
 
 def optimizer_steps_per_batch(recipe: Recipe) -> int:

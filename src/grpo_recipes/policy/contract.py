@@ -35,10 +35,6 @@ class Batch:
     reference_logprobs: Tensor | None = None  # float32 [T], by the frozen reference policy
 
     @property
-    def num_sequences(self) -> int:
-        return len(self.lengths)
-
-    @property
     def cu_seqlens(self) -> Tensor:
         """int32 [S + 1], where each sequence starts, and T."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -205,3 +205,10 @@ class Recipe(Section):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def plan(self) -> GRPOConfig | SFTConfig:
+        """The one of `grpo` and `sft` that is set: what both have in common (steps, evaluation, seed)."""
+        plan = self.grpo or self.sft
+        assert plan is not None  # checks.py refuses a recipe with neither
+        return plan
