@@ -113,8 +113,8 @@ def gradients(policy: Any, microbatches: list[Batch]) -> dict[str, Tensor]:
     """Of policy_gradient_loss by the trainer, by Hugging Face name; on one process."""
     from grpo_recipes.policy.hf.mapping import split
 
-    policy.model.train()
-    policy.model.zero_grad_buffer()
+    policy.model[0].train()
+    policy.model[0].zero_grad_buffer()
     policy._run(microbatches, policy_gradient_loss)
     weights = policy.weights
     found: dict[str, Tensor] = {}

@@ -32,7 +32,7 @@ def test_logits_and_decoding_equal_transformers(folder):
     lengths = torch.tensor([len(row) for row in rows])
     with torch.no_grad():
         inputs = packed_inputs(lengths, policy.built.rotary, torch.float32)
-        found = policy.built.module(torch.cat(rows)[None], None, None, packed_seq_params=inputs)[0]
+        found = policy.built.chunks[0](torch.cat(rows)[None], None, None, packed_seq_params=inputs)[0]
         wanted = torch.cat([model(row[None]).logits[0] for row in rows])
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 

@@ -143,9 +143,9 @@ def test_an_optimizer_step_in_the_middle_of_rollouts(checkpoint):
 def test_the_trainer_is_left_as_it_was(checkpoint):
     policy = make_policy(checkpoint, 1.0)
     requests = requests_of(1.0)
-    policy.model.train()
+    policy.model[0].train()
     done = generate(make_sampler(policy), requests)
-    assert policy.model.training
+    assert policy.model[0].training
     batch = batch_of(requests, done)
     sampled_first = policy.train([batch], cross_entropy)
     never_sampled = make_policy(checkpoint, 1.0).train([batch], cross_entropy)

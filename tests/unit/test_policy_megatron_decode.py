@@ -19,7 +19,7 @@ def test_every_step_equals_a_full_forward_of_transformers(shape, tmp_path):
     rows = [torch.randint(0, VOCAB, (n,)) for n in lengths]
     padded = torch.stack([torch.nn.functional.pad(row, (9 - len(row), 0), value=3) for row in rows])
     decoder = policy.decoder(max_batch_size=5, max_sequence_length=30)
-    policy.model.train()
+    policy.model[0].train()
     logits = decoder.prefill(padded, 9 - lengths)
     for step in range(21):
         assert logits.shape == (len(rows), VOCAB)
@@ -31,7 +31,7 @@ def test_every_step_equals_a_full_forward_of_transformers(shape, tmp_path):
         drawn = torch.randint(0, VOCAB, (len(rows),))
         logits = decoder.step(drawn)
         rows = [torch.cat((row, token[None])) for row, token in zip(rows, drawn, strict=True)]
-    assert policy.model.training
+    assert policy.model[0].training
     with pytest.raises(ValueError, match="full"):
         decoder.step(drawn)
 

@@ -287,7 +287,7 @@ def test_what_the_recipe_sets_reaches_megatron(llama):
     }
     policy = make(llama[0], megatron_cfg=cfg)
     assert policy.optimizer.param_groups[0]["betas"] == (0.9, 0.95)
-    assert policy.model.ddp_config.check_for_large_grads
+    assert policy.model[0].ddp_config.check_for_large_grads
     assert policy.built.config.recompute_granularity == "selective"
 
 

@@ -80,7 +80,7 @@ def save(folder: Path, weights: WeightMap, optimizer: MegatronOptimizer, schedul
 def load(
     folder: Path,
     weights: WeightMap,
-    model: DistributedDataParallel,
+    model: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
@@ -99,7 +99,8 @@ def load(
         part._set_main_param_and_optimizer_states(placed.parameter, tensors)
     for part in distributed_optimizers(optimizer):
         part._copy_main_params_to_model_params()
-    model.start_param_sync(force_sync=True)
+    for chunk in model:
+        chunk.start_param_sync(force_sync=True)
     scheduler.num_steps = saved.scheduler_steps
     scheduler.step(0)
     _set_rng_states(random_states)

@@ -78,7 +78,7 @@ class Decoder:
     @torch.no_grad()
     def _forward(self, token_ids: Tensor, inputs: AttentionInputs, wanted: Tensor | None) -> Tensor:
         """Logits of the wanted tokens, or of all."""
-        module = self.model.module
+        [module] = self.model.chunks
         was_training = module.training
         module.eval()
 

@@ -27,11 +27,9 @@ WHERE = "policy.megatron_cfg"
 logging.getLogger("megatron.core.distributed.distributed_data_parallel").setLevel(logging.ERROR)
 
 
-def wrap_model(built: BuiltModel, policy: PolicyConfig) -> DistributedDataParallel:
-    """Gradients are summed over data-parallel ranks, never averaged (see calculate_per_token_loss in model.py)."""
-    module: torch.nn.Module = built.module
-    if built.config.bf16:
-        module = Float16Module(built.config, module)
+def wrap_model(built: BuiltModel, policy: PolicyConfig) -> list[DistributedDataParallel]:
+    """Every chunk of this rank. Gradients are summed over data-parallel ranks, never averaged (see
+    calculate_per_token_loss in config.py)."""
     values = {
         "use_distributed_optimizer": True,
         "grad_reduce_in_fp32": True,
@@ -45,22 +43,24 @@ def wrap_model(built: BuiltModel, policy: PolicyConfig) -> DistributedDataParall
             mend="leave it out; with one data-parallel rank it costs nothing",
         )
     config = _build(DistributedDataParallelConfig, values, f"{WHERE}.distributed_data_parallel_config")
-    return DistributedDataParallel(built.config, config, module)
+    modules = [Float16Module(built.config, c) if built.config.bf16 else c for c in built.chunks]
+    # Reductions of later chunks have nothing to overlap with, as in Megatron's own training loop.
+    return [DistributedDataParallel(built.config, config, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
 
 
-def build_optimizer(model: DistributedDataParallel, policy: PolicyConfig) -> MegatronOptimizer:
-    config = model.config
+def build_optimizer(model: list[DistributedDataParallel], policy: PolicyConfig) -> MegatronOptimizer:
+    config = model[0].config
     values = {
         "optimizer": "adam",
         "clip_grad": policy.max_grad_norm,
         "bf16": config.bf16,
         "params_dtype": config.params_dtype,
-        "use_distributed_optimizer": model.ddp_config.use_distributed_optimizer,
-        "overlap_param_gather": model.ddp_config.overlap_param_gather,
+        "use_distributed_optimizer": model[0].ddp_config.use_distributed_optimizer,
+        "overlap_param_gather": model[0].ddp_config.overlap_param_gather,
         **policy.megatron_cfg.optimizer,
     }
     values.setdefault("min_lr", 0.0)
-    return get_megatron_optimizer(_build(OptimizerConfig, values, f"{WHERE}.optimizer"), [model])
+    return get_megatron_optimizer(_build(OptimizerConfig, values, f"{WHERE}.optimizer"), model)
 
 
 def build_scheduler(

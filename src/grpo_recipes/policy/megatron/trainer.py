@@ -81,7 +81,8 @@ class MegatronPolicy:
         self.weights.gather_plan()
         self.model = wrap_model(self.built, policy)
         self.built.config.finalize_model_grads_func = _sum_gradients
-        self.built.config.no_sync_func = self.model.no_sync
+        no_sync = [chunk.no_sync for chunk in self.model]
+        self.built.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.optimizer = build_optimizer(self.model, policy)
         self.scheduler = build_scheduler(self.optimizer, policy, total_optimizer_steps)
         self.built.config.grad_scale_func = self.optimizer.scale_loss
@@ -89,8 +90,9 @@ class MegatronPolicy:
 
     # -- the contract -------------------------------------------------------------------------------------------
     def train(self, microbatches: Sequence[Batch], loss: Loss) -> TrainStats:
-        self.model.train()
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         outputs = self._run(microbatches, loss)
         total, sums, maxima = _combine(outputs)
@@ -104,7 +106,8 @@ class MegatronPolicy:
         return TrainStats(total, grad_norm, learning_rate, skipped, sums, maxima)
 
     def logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
-        self.model.eval()
+        for chunk in self.model:
+            chunk.eval()
         with torch.no_grad():
             found = self._run(microbatches, None)
         return _from_last_stage(found)
@@ -147,7 +150,7 @@ class MegatronPolicy:
         return Decoder(self.built, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
 
     def describe(self) -> dict[str, str]:
-        layer = self.built.module.decoder.layers[0]
+        layer = self.built.chunks[0].decoder.layers[0]
         return {
             "backend": "megatron-core",
             "layer_spec": self.built.spec,
@@ -171,8 +174,8 @@ class MegatronPolicy:
         longest = max(int(m.lengths.sum()) for m in microbatches)
         return get_forward_backward_func()(
             forward_step_func=lambda batches, model: self._forward(next(batches), model, loss),
-            data_iterator=iter(microbatches),
-            model=[self.model],
+            data_iterator=[iter(microbatches) for _ in self.model],
+            model=self.model,
             num_microbatches=len(microbatches),
             seq_length=longest,
             micro_batch_size=1,
@@ -233,11 +236,12 @@ class MegatronPolicy:
     # -- weights ------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def _copy_weights(self, device: str | None) -> list[Tensor]:
-        return [p.detach().to(device or p.device, copy=True) for p in self.built.module.parameters()]
+        return [p.detach().to(device or p.device, copy=True) for c in self.built.chunks for p in c.parameters()]
 
     @torch.no_grad()
     def _set_weights(self, weights: Sequence[Tensor]) -> None:
-        for parameter, weight in zip(self.built.module.parameters(), weights, strict=True):
+        parameters = (p for chunk in self.built.chunks for p in chunk.parameters())
+        for parameter, weight in zip(parameters, weights, strict=True):
             parameter.copy_(weight)
 
 

@@ -18,6 +18,7 @@ from grpo_recipes.policy.hf.folder import TensorSource
 from grpo_recipes.policy.hf.mapping import Heads, Rule, merge, shard, split, unshard
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
     from transformers import PretrainedConfig
 
     from grpo_recipes.policy.megatron.model import BuiltModel
@@ -62,8 +63,8 @@ class WeightMap:
         if self.tied:
             by_name[OUTPUT] = Rule(OUTPUT, by_name[EMBEDDING].hf, "vocab")
         self.placed: dict[str, Placed] = {}
-        for name, parameter in built.module.named_parameters():
-            whole_name = _whole_model_name(name, built)
+        for chunk, name, parameter in ((c, *item) for c in built.chunks for item in c.named_parameters()):
+            whole_name = _whole_model_name(name, chunk)
             if whole_name not in by_name:
                 raise UserError(f"no Hugging Face name is known for {whole_name}", where=f"family {family.model_type}")
             self.placed[whole_name] = Placed(by_name[whole_name], parameter, self.tied and whole_name == OUTPUT)
@@ -188,10 +189,10 @@ def _all_rules(family: Family, num_layers: int, tied: bool) -> Iterator[Rule]:
             yield rule
 
 
-def _whole_model_name(name: str, built: BuiltModel) -> str:
-    """Layer indices of this stage -> indices in the whole model; TransformerEngine's names -> the local spec's."""
+def _whole_model_name(name: str, chunk: GPTModel) -> str:
+    """Layer indices of this chunk -> indices in the whole model; TransformerEngine's names -> the local spec's."""
     if not name.startswith("decoder.layers."):
         return name
     _, _, index, rest = name.split(".", 3)
-    number = built.module.decoder.layers[int(index)].layer_number - 1
+    number = chunk.decoder.layers[int(index)].layer_number - 1
     return f"decoder.layers.{number}.{TE_NAMES.get(rest, rest)}"
