@@ -1,21 +1,35 @@
-"""To which multiples of tokens parallelism rounds sequences and packs up. Torch-free."""
+"""How many tokens a sequence and a microbatch are padded to, so that parallel ranks get equal parts. Never torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Alignment:
-    """Tokens. Each sequence is padded to a multiple of `sequence`, then one more sequence, which nothing looks at,
-    fills the pack up to a multiple of `pack`."""
+class Alignment(NamedTuple):
+    """Tokens. A multiple of `pack` is one of `sequence`, so whatever fills up a pack is a well-formed sequence."""
 
-    sequence: int
-    pack: int
+    sequence: int  # every sequence is padded to a multiple of it
+    pack: int  # then the whole microbatch is filled up to a multiple of it by one more sequence
+
+    def padded(self, length: int) -> int:
+        """Tokens that a sequence of so many takes in a microbatch."""
+        return round_up(length, self.sequence)
+
+    def computed(self, lengths: list[int]) -> int:
+        """Tokens that a rank group computes for a microbatch of these sequences, padding and filling included."""
+        return round_up(sum(self.padded(n) for n in lengths), self.pack)
 
 
-def alignment(*, tensor_parallel: int, context_parallel: int, sequence_parallel: bool) -> Alignment:
-    """Context parallelism cuts every sequence into 2 x CP equal chunks, of which each rank takes two; sequence
-    parallelism cuts what a rank holds of the pack into equal parts for its TP ranks."""
+def alignment(tensor_parallel: int, context_parallel: int, sequence_parallel: bool) -> Alignment:
+    """What the parallel sizes ask for.
+
+    Context parallelism cuts each sequence into 2 x CP equal chunks, of which a rank computes the i-th from the front
+    and the i-th from the back (the causal half is then shared out evenly). Sequence parallelism cuts what a context
+    rank holds of the whole microbatch into TP equal parts.
+    """
     sequence = 2 * context_parallel if context_parallel > 1 else 1
     return Alignment(sequence, sequence * tensor_parallel if sequence_parallel else sequence)
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
