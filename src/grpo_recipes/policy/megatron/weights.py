@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,11 +25,26 @@ if TYPE_CHECKING:
     from grpo_recipes.policy.megatron.model import BuiltModel
 
 BUCKET_BYTES = 256 * 2**20
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # TransformerEngine's layers hold the norm before a linear layer inside it.
 TE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+# One module per expert, and TransformerEngine's grouped linear layers; experts are counted within their rank.
+EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+
+
+Shapes = tuple[tuple[int, ...], ...]  # of the Hugging Face tensors of one rule
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter lives: ranks in the pipeline and in the expert parallel group."""
+
+    stage: int
+    expert_rank: int
 
 
 @dataclass(frozen=True)
@@ -40,13 +56,30 @@ class Placed:
     is_copy: bool = False  # the last pipeline stage's copy of a tied embedding
 
     @property
+    def is_expert(self) -> bool:
+        """Experts are laid out by expert parallelism and cut by expert tensor parallelism."""
+        return ".mlp.experts." in self.rule.megatron
+
+    @property
     def cut_along(self) -> int | None:
         """Dimension cut for tensor parallelism, None for a whole copy on every rank."""
         return self.parameter.partition_dim if getattr(self.parameter, "tensor_model_parallel", False) else None
 
+    @property
+    def cut_group(self) -> dist.ProcessGroup:
+        """The ranks among which the parameter is cut, if it is cut."""
+        if self.is_expert:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def parts(self) -> int:
+        """In how many the parameter is cut."""
+        return 1 if self.cut_along is None else self.cut_group.size()
+
 
 class WeightMap:
-    """Pairs every parameter of one pipeline stage with its Hugging Face tensors.
+    """Pairs every parameter of one rank with its Hugging Face tensors.
 
     Raises UserError for a parameter that the family's table does not name.
     """
@@ -58,13 +91,16 @@ class WeightMap:
         self.vocab_size, self.dtype = built.vocab_size, config.params_dtype
         self.tp = config.tensor_model_parallel_size
         self.num_layers = config.num_layers
-        self.rules = list(_all_rules(family, config.num_layers, self.tied))
+        self.device = next(built.chunks[0].parameters()).device
+        experts = config.num_moe_experts or 0
+        self.rules = list(all_rules(family, config.num_layers, experts, self.tied))
         by_name = {rule.megatron: rule for rule in self.rules}
         if self.tied:
             by_name[OUTPUT] = Rule(OUTPUT, by_name[EMBEDDING].hf, "vocab")
+        first_expert = parallel_state.get_expert_model_parallel_rank() * (experts // config.expert_model_parallel_size)
         self.placed: dict[str, Placed] = {}
         for chunk, name, parameter in ((c, *item) for c in built.chunks for item in c.named_parameters()):
-            whole_name = _whole_model_name(name, chunk)
+            whole_name = _whole_model_name(name, chunk, first_expert)
             if whole_name not in by_name:
                 raise UserError(f"no Hugging Face name is known for {whole_name}", where=f"family {family.model_type}")
             self.placed[whole_name] = Placed(by_name[whole_name], parameter, self.tied and whole_name == OUTPUT)
@@ -72,23 +108,22 @@ class WeightMap:
     def _whole_shape(self, placed: Placed) -> tuple[int, ...]:
         shape = list(placed.parameter.shape)
         if placed.cut_along is not None:
-            shape[placed.cut_along] *= self.tp
+            shape[placed.cut_along] *= placed.parts
         return tuple(shape)
 
-    def _hf_shapes(self, placed: Placed) -> list[tuple[int, ...]]:
+    def _hf_shapes(self, placed: Placed) -> Shapes:
         whole = torch.empty(self._whole_shape(placed), device="meta")
-        return [tuple(part.shape) for part in split(placed.rule.kind, whole, self.heads, self.vocab_size)]
+        return tuple(tuple(part.shape) for part in split(placed.rule.kind, whole, self.heads, self.vocab_size))
 
     @torch.no_grad()
     def load(self, source: TensorSource) -> None:
         """Fill this rank's parameters, one at a time. Raises UserError for missing, misshapen or unknown tensors."""
-        rank = parallel_state.get_tensor_model_parallel_rank()
         for placed in self.placed.values():
             rule = placed.rule
             parts = [source.get(n, s) for n, s in zip(rule.hf, self._hf_shapes(placed), strict=True)]
             whole = merge(rule.kind, parts, self.heads, self._whole_shape(placed)[0])
             if placed.cut_along is not None:
-                whole = shard(rule.kind, whole, placed.cut_along, rank, self.tp)
+                whole = shard(rule.kind, whole, placed.cut_along, placed.cut_group.rank(), placed.parts)
             placed.parameter.copy_(whole)
         if source.names is not None:
             self._refuse_unknown(source.names)
@@ -110,89 +145,123 @@ class WeightMap:
 
     def gather_plan(self) -> None:
         """Collective. Fixes the order (that of the family's table), the owners and the buckets."""
-        rank = dist.get_rank()
-        mine = {name: (rank, self._hf_shapes(placed)) for name, placed in self.placed.items()}
-        everyone: list[dict] = [None] * dist.get_world_size()  # type: ignore[list-item]
-        dist.all_gather_object(everyone, mine)
+        number_of = {rule.megatron: number for number, rule in enumerate(self.rules)}
+        same: dict[Shapes, Shapes] = {}  # one object for equal shapes, so that thousands of experts travel small
+        held: dict[int, Shapes] = {}
+        for name, placed in self.placed.items():
+            if not placed.is_copy:
+                shapes = self._hf_shapes(placed)
+                held[number_of[name]] = same.setdefault(shapes, shapes)
+        here = Home(parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
+        everyone: list[tuple[Home, dict[int, Shapes]]] = [(here, held)] * dist.get_world_size()
+        dist.all_gather_object(everyone, (here, held))
+        owners: list[list[int]] = [[] for _ in self.rules]
+        shapes_of: dict[int, Shapes] = {}
+        self._homes: dict[int, Home] = {}
+        for rank, (home, found) in enumerate(everyone):
+            shapes_of |= found
+            for number in found:
+                owners[number].append(rank)
+                self._homes[number] = home
         self._plan: list[WeightSpec] = []
         bucket = filled = 0
-        for rule in self.rules:
-            owners = tuple(found[rule.megatron][0] for found in everyone if rule.megatron in found)
-            shapes = next(found[rule.megatron][1] for found in everyone if rule.megatron in found)
+        for number, rule in enumerate(self.rules):
+            shapes = shapes_of[number]
             size = sum(torch.Size(s).numel() for s in shapes) * self.dtype.itemsize
             if filled and filled + size > BUCKET_BYTES:
                 bucket, filled = bucket + 1, 0
             filled += size
-            self._plan += [WeightSpec(n, s, self.dtype, owners, bucket) for n, s in zip(rule.hf, shapes, strict=True)]
+            holders = tuple(owners[number])
+            self._plan += [WeightSpec(n, s, self.dtype, holders, bucket) for n, s in zip(rule.hf, shapes, strict=True)]
 
-    @torch.no_grad()
     def buckets(self) -> Iterator[dict[str, Tensor]]:
         """Collective. Full tensors, some of them views of the live parameters: copy what is to be kept."""
-        by_hf_name = {rule.hf[0]: rule for rule in self.rules}
         bucket: dict[str, Tensor] = {}
         number = 0
-        for spec in self._plan:
+        for spec, (name, tensor) in zip(self._plan, self.gather(), strict=True):
             if spec.bucket != number:
                 yield bucket
                 bucket, number = {}, spec.bucket
-            if spec.name in by_hf_name:
-                bucket.update(self._whole(by_hf_name[spec.name], spec))
+            bucket[name] = tensor
         yield bucket
 
-    def _whole(self, rule: Rule, spec: WeightSpec) -> dict[str, Tensor]:
-        placed = self.placed.get(rule.megatron)
-        whole = None
-        if placed is not None:
-            whole = placed.parameter.detach()
-            if placed.cut_along is not None and self.tp > 1:
-                parts = [torch.empty_like(whole) for _ in range(self.tp)]
-                dist.all_gather(parts, whole.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-                whole = unshard(rule.kind, parts, placed.cut_along)
-        tensors = None if whole is None else split(rule.kind, whole, self.heads, self.vocab_size)
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            tensors = self._from_stage(rule, spec, tensors)
-        return dict(zip(rule.hf, tensors, strict=True))
+    @torch.no_grad()
+    def gather(
+        self, of: Callable[[torch.nn.Parameter], Tensor] = torch.Tensor.detach, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Collective. Hugging Face name and full tensor on every rank, in the plan's order, one parameter of the model
+        at a time.
 
-    def _from_stage(self, rule: Rule, spec: WeightSpec, tensors: Sequence[Tensor] | None) -> list[Tensor]:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        owner = next(rank for rank in dist.get_process_group_ranks(group) if rank in spec.owner)
-        shapes = {s.name: s.shape for s in self._plan}
-        device = next(iter(self.placed.values())).parameter.device
-        result = []
-        for i, name in enumerate(rule.hf):
-            tensor = (
-                tensors[i].contiguous()
-                if tensors is not None
-                else torch.empty(shapes[name], dtype=self.dtype, device=device)
-            )
-            dist.broadcast(tensor, owner, group=group)
-            result.append(tensor)
-        return result
+        Args:
+            of: what to gather for a parameter: a tensor of its shape on its device, such as its gradient. Left out,
+                the parameter itself; some results are then views of it: copy what is to be kept.
+            dtype: of what `of` returns; left out, that of the parameters.
+        """
+        plan = iter(self._plan)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        for number, rule in enumerate(self.rules):
+            shapes = [next(plan).shape for _ in rule.hf]
+            home, placed = self._homes[number], self.placed.get(rule.megatron)
+            tensors = None if placed is None else self._whole(placed, of)
+            if stage == home.stage and ".experts." in rule.megatron:
+                group = parallel_state.get_expert_model_parallel_group()
+                tensors = self._spread(tensors, shapes, dtype, group, home.expert_rank)
+            group = parallel_state.get_pipeline_model_parallel_group()
+            yield from zip(rule.hf, self._spread(tensors, shapes, dtype, group, home.stage), strict=True)
+
+    def _whole(self, placed: Placed, of: Callable[[torch.nn.Parameter], Tensor]) -> list[Tensor]:
+        """The Hugging Face tensors of a parameter that this rank holds a part of."""
+        whole = of(placed.parameter)
+        if placed.parts > 1:
+            parts = [torch.empty_like(whole) for _ in range(placed.parts)]
+            dist.all_gather(parts, whole.contiguous(), group=placed.cut_group)
+            whole = unshard(placed.rule.kind, parts, placed.cut_along)
+        return split(placed.rule.kind, whole, self.heads, self.vocab_size)
+
+    def _spread(
+        self,
+        tensors: Sequence[Tensor] | None,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype | None,
+        group: dist.ProcessGroup,
+        source: int,
+    ) -> Sequence[Tensor]:
+        """From the `source`-th rank of a group to all of it."""
+        if group.size() == 1:
+            return tensors
+        if tensors is None:
+            tensors = [torch.empty(shape, dtype=dtype or self.dtype, device=self.device) for shape in shapes]
+        tensors = [tensor.contiguous() for tensor in tensors]
+        for tensor in tensors:
+            dist.broadcast(tensor, group=group, group_src=source)
+        return tensors
 
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-def _all_rules(family: Family, num_layers: int, tied: bool) -> Iterator[Rule]:
+def all_rules(family: Family, num_layers: int, num_experts: int, tied: bool) -> Iterator[Rule]:
     """In the order in which a forward pass meets them."""
     first, *last = family.outer
     yield first
     for layer in range(num_layers):
         for rule in family.layer:
-            yield Rule(
-                f"decoder.layers.{layer}.{rule.megatron}",
-                tuple(f"model.layers.{layer}.{name}" for name in rule.hf),
-                rule.kind,
-            )
+            for expert in range(num_experts) if "{expert}" in rule.megatron else (None,):
+                yield Rule(
+                    f"decoder.layers.{layer}.{rule.megatron.format(expert=expert)}",
+                    tuple(f"model.layers.{layer}.{name.format(expert=expert)}" for name in rule.hf),
+                    rule.kind,
+                )
     for rule in last:
         if not (tied and rule.megatron == OUTPUT):
             yield rule
 
 
-def _whole_model_name(name: str, chunk: GPTModel) -> str:
-    """Layer indices of this chunk -> indices in the whole model; TransformerEngine's names -> the local spec's."""
+def _whole_model_name(name: str, chunk: GPTModel, first_expert: int) -> str:
+    """Indices of layers and experts on this rank -> in the whole model; TransformerEngine's names -> the local spec's."""
     if not name.startswith("decoder.layers."):
         return name
     _, _, index, rest = name.split(".", 3)
     number = chunk.decoder.layers[int(index)].layer_number - 1
-    return f"decoder.layers.{number}.{TE_NAMES.get(rest, rest)}"
+    rest = GROUPED_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", TE_NAMES.get(rest, rest))
+    expert = EXPERT.fullmatch(rest)
+    if expert:
+        rest = f"mlp.experts.local_experts.{first_expert + int(expert[1])}.{expert[2]}.weight"
+    return f"decoder.layers.{number}.{rest}"
