@@ -30,14 +30,14 @@ EXIT_S = 10.0  # for workers to leave by themselves when the group is closed
 class ProcessGroup:
     """A WorkerGroup of local processes, in one torch.distributed group (gloo on CPU, nccl on CUDA).
 
-    Every worker has torchrun's environment variables and the machine's cores divided by the number of workers as its
-    threads (`threads`; OMP_NUM_THREADS overrides). Workers end when this process ends, however it does. They ignore
-    SIGINT and SIGTERM: this process decides.
+    Every worker has torchrun's environment variables; one on the CPU sees no GPU. This process never touches a GPU.
+    Workers end when this process ends, however it does. They ignore SIGINT and SIGTERM: this process decides.
 
     Args:
         factory: makes a worker; picklable.
         world_size: workers.
         device: "cpu" or "cuda" (one GPU each, by local rank).
+        threads: of each worker's tensor operations; default: OMP_NUM_THREADS, or the cores divided by the workers.
         ports: a plan with a port named "master" to take; by default one of its own.
         time_limit_s: longest a call, or the start, may take; None for no limit.
 
@@ -51,13 +51,14 @@ class ProcessGroup:
         world_size: int,
         *,
         device: str = "cpu",
+        threads: int | None = None,
         ports: PortPlan | None = None,
         time_limit_s: float | None = None,
     ) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # absent from __all__
 
         self.world_size = world_size
-        self.threads = threads_per_worker(world_size)
+        self.threads = threads or threads_per_worker(world_size)
         self._time_limit_s = time_limit_s
         self._call = 0
         self._ended: str | None = None

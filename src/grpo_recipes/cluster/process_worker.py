@@ -54,6 +54,8 @@ def main(pipe: Connection, setup: Setup) -> None:
         MASTER_PORT=str(setup.master_port),
         OMP_NUM_THREADS=str(setup.threads),
     )
+    if not placement.device.startswith("cuda"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from grpo_recipes.cluster import wire
 
     worker = None

@@ -43,6 +43,8 @@ class Completion:
 
 
 class Generator(Protocol):
+    """What the engine sees: one stream, however many samplers there are behind it."""
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; returns at once."""
 
@@ -55,14 +57,18 @@ class Generator(Protocol):
     def resume(self, version: int) -> None:
         """Go on drawing; tokens drawn from now on carry `version`."""
 
-    def update_weights(self, plan: Sequence[WeightSpec], buckets: Iterator[dict[str, Tensor]], version: int) -> None:
-        """Load new weights, forget every cached prefix, and take `version`."""
-
     def sleep(self) -> None:
         """Give device memory back."""
 
     def wake(self) -> None:
         """Undo `sleep`."""
+
+
+class Sampler(Generator, Protocol):
+    """One that is handed its weights: what a rank of the embedded generator holds."""
+
+    def update_weights(self, plan: Sequence[WeightSpec], buckets: Iterator[dict[str, Tensor]], version: int) -> None:
+        """Load new weights, forget every cached prefix, and take `version`."""
 
 
 def generate(generator: Generator, requests: Sequence[Request]) -> list[Completion]:

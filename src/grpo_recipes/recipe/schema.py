@@ -185,7 +185,10 @@ class LoggerConfig(Section):
 
 class ClusterConfig(Section):
     num_nodes: PositiveInt = 1
-    gpus_per_node: NonNegativeInt = 0  # 0: one process, on a GPU only if there happens to be one
+    gpus_per_node: NonNegativeInt = 0  # a process for each; 0: processes on the CPU
+    cpu_processes: PositiveInt | None = (
+        None  # with gpus_per_node 0; default: one process, on a GPU only if there happens to be one
+    )
     cpu_threads: Annotated[int, Field(gt=0, le=256)] | None = (
         None  # of a process's tensor operations; default: its share of the cores
     )

@@ -1,9 +1,9 @@
-"""The embedded sampler: decodes on the trainer's own model, in the trainer's process. The default generator."""
+"""The embedded sampler: decodes in the trainer's process, on its model or a copy of it. The default generator."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 
 
 class MegatronSampler:
-    """The Generator contract by one batch that decodes in step, minimal on purpose: no paging, no CUDA graphs.
+    """The Sampler contract by one batch that decodes in step, minimal on purpose: no paging, no CUDA graphs.
 
     All state but the key/value cache is a few tensors per request, so the cache may be thrown away at any token and
     made again by reading prompt and drawn tokens anew. That one move serves for new weights, sleep, and refilling the
     batch. New requests join when half of `max_batch_size` is free, so a sequence is read again about once on average.
 
     Nothing runs between two calls of `completions`. While paused its iterator ends; ask for a new one after `resume`.
-    Several ranks that share one model (tensor parallel) submit the same requests and so draw the same tokens.
 
     Args:
         new_decoder: makes an empty cache over the model.
         max_batch_size: sequences decoded at once.
         max_positions: most tokens of a sequence, prompt and completion together, that the model is made for.
+        take_weights: loads one bucket of new weights (full tensors by Hugging Face name) into the model; None where the
+            model is the trainer's own, so that it has them already.
         version: of the weights the model has now.
         device: where the model's logits are.
     """
@@ -44,12 +45,13 @@ class MegatronSampler:
         *,
         max_batch_size: int,
         max_positions: int,
+        take_weights: Callable[[dict[str, Tensor]], None] | None = None,
         version: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         self._new_decoder = new_decoder
         self._max_batch_size, self._max_positions = max_batch_size, max_positions
-        self._version, self._device = version, torch.device(device)
+        self._take_weights, self._version, self._device = take_weights, version, torch.device(device)
         self._queue: deque[Request] = deque()
         self._finished: deque[Completion] = deque()
         self._outstanding: set[int] = set()
@@ -57,7 +59,7 @@ class MegatronSampler:
         self._decoder: Decoder | None = None  # None: no cache, or one of other weights or other rows
         self._paused = self._asleep = False
 
-    # -- the Generator contract ----------------------------------------------------------------------------------
+    # -- the Sampler contract ----------------------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests.
 
@@ -87,12 +89,16 @@ class MegatronSampler:
         self._paused = True
 
     def resume(self, version: int) -> None:
-        self._take(version)
+        if version != self._version:  # weights shared with the trainer have changed under the cache
+            self._version, self._decoder = version, None
         self._paused = False
 
     def update_weights(self, plan: Sequence[WeightSpec], buckets: Iterator[dict[str, Tensor]], version: int) -> None:
-        """The weights are the trainer's own, so `buckets` is left unread; only the cache of the old ones goes."""
-        self._take(version)
+        """Collective where `buckets` is and the model is a copy: every rank reads them all. Else they are left unread."""
+        if self._take_weights is not None:
+            for bucket in buckets:
+                self._take_weights(bucket)
+        self._version, self._decoder = version, None
 
     def sleep(self) -> None:
         self._decoder = None
@@ -162,11 +168,6 @@ class MegatronSampler:
         copies = torch.tensor([place[prefix] for prefix in prefixes], device=self._device)
         decoder.select(copies)
         return decoder, logits_UV[copies]
-
-    def _take(self, version: int) -> None:
-        if version != self._version:
-            self._version = version
-            self._decoder = None
 
     def _check(self, request: Request) -> None:
         sampling, prompt = request.sampling, len(request.prompt_ids)
