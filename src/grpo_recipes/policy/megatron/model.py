@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
@@ -52,34 +58,49 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def build_model(hf: PretrainedConfig, family: Family, policy: PolicyConfig) -> BuiltModel:
-    """Needs initialised model-parallel groups. Raises UserError for fields or values that Megatron refuses."""
+def build_model(
+    hf: PretrainedConfig, family: Family, policy: PolicyConfig, groups: ProcessGroupCollection | None = None
+) -> BuiltModel:
+    """This rank's part of the model in these groups, by default in Megatron's global ones.
+
+    Raises UserError for fields or values that Megatron refuses.
+    """
+    groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     config = transformer_config(hf, family, policy)
     use_te = torch.cuda.is_available() and policy.precision == "bfloat16" and _installed("transformer_engine")
     virtual = config.virtual_pipeline_model_parallel_size
-    chunks = [_build_chunk(hf, config, policy, use_te, stage) for stage in (range(virtual) if virtual else [None])]
+    stages = range(virtual) if virtual else [None]
+    chunks = [_build_chunk(hf, config, policy, groups, use_te, stage) for stage in stages]
     rotary = rotary_of(hf, _device())
     return BuiltModel(chunks, config, rotary, hf.vocab_size, "transformer_engine" if use_te else "local")
 
 
 def _build_chunk(
-    hf: PretrainedConfig, config: TransformerConfig, policy: PolicyConfig, use_te: bool, vp_stage: int | None
+    hf: PretrainedConfig,
+    config: TransformerConfig,
+    policy: PolicyConfig,
+    groups: ProcessGroupCollection,
+    use_te: bool,
+    vp_stage: int | None,
 ) -> GPTModel:
-    tp = config.tensor_model_parallel_size
+    tp, vp = config.tensor_model_parallel_size, config.virtual_pipeline_model_parallel_size
     return GPTModel(
         config,
-        _block_spec(config, use_te, vp_stage),
+        _block_spec(config, use_te, vp_stage, groups.pp.rank()),
         vocab_size=-(-hf.vocab_size // tp) * tp,
         max_sequence_length=policy.max_total_sequence_length,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        pre_process=is_pp_first_stage(groups.pp) and is_vp_first_stage(vp_stage, vp),
+        post_process=is_pp_last_stage(groups.pp) and is_vp_last_stage(vp_stage, vp),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         position_embedding_type="none",  # CoreAttention rotates
+        pg_collection=groups,
         vp_stage=vp_stage,
     ).to(_device())
 
 
-def _block_spec(config: TransformerConfig, use_te: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, use_te: bool, vp_stage: int | None, pp_rank: int
+) -> TransformerBlockSubmodules:
     common = {
         "num_experts": config.num_moe_experts,
         "moe_grouped_gemm": config.moe_grouped_gemm,
@@ -97,7 +118,8 @@ def _block_spec(config: TransformerConfig, use_te: bool, vp_stage: int | None) -
         attention.core_attention = CoreAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
+    layers = [layer] * get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _installed(package: str) -> bool:

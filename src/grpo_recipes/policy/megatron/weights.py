@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from grpo_recipes.errors import UserError
@@ -53,24 +52,13 @@ class Placed:
 
     rule: Rule
     parameter: torch.nn.Parameter
+    cut_group: dist.ProcessGroup  # the ranks among which the parameter is cut, if it is cut
     is_copy: bool = False  # the last pipeline stage's copy of a tied embedding
-
-    @property
-    def is_expert(self) -> bool:
-        """Experts are laid out by expert parallelism and cut by expert tensor parallelism."""
-        return ".mlp.experts." in self.rule.megatron
 
     @property
     def cut_along(self) -> int | None:
         """Dimension cut for tensor parallelism, None for a whole copy on every rank."""
         return self.parameter.partition_dim if getattr(self.parameter, "tensor_model_parallel", False) else None
-
-    @property
-    def cut_group(self) -> dist.ProcessGroup:
-        """The ranks among which the parameter is cut, if it is cut."""
-        if self.is_expert:
-            return parallel_state.get_expert_tensor_parallel_group()
-        return parallel_state.get_tensor_model_parallel_group()
 
     @property
     def parts(self) -> int:
@@ -97,13 +85,17 @@ class WeightMap:
         by_name = {rule.megatron: rule for rule in self.rules}
         if self.tied:
             by_name[OUTPUT] = Rule(OUTPUT, by_name[EMBEDDING].hf, "vocab")
-        first_expert = parallel_state.get_expert_model_parallel_rank() * (experts // config.expert_model_parallel_size)
+        self.groups = groups = built.chunks[0].pg_collection
+        first_expert = groups.ep.rank() * (experts // groups.ep.size())
         self.placed: dict[str, Placed] = {}
         for chunk, name, parameter in ((c, *item) for c in built.chunks for item in c.named_parameters()):
             whole_name = _whole_model_name(name, chunk, first_expert)
             if whole_name not in by_name:
                 raise UserError(f"no Hugging Face name is known for {whole_name}", where=f"family {family.model_type}")
-            self.placed[whole_name] = Placed(by_name[whole_name], parameter, self.tied and whole_name == OUTPUT)
+            # Experts are laid out by expert parallelism and cut by expert tensor parallelism.
+            cut_group = groups.expt_tp if ".mlp.experts." in whole_name else groups.tp
+            is_copy = self.tied and whole_name == OUTPUT
+            self.placed[whole_name] = Placed(by_name[whole_name], parameter, cut_group, is_copy)
 
     def _whole_shape(self, placed: Placed) -> tuple[int, ...]:
         shape = list(placed.parameter.shape)
@@ -121,12 +113,23 @@ class WeightMap:
         for placed in self.placed.values():
             rule = placed.rule
             parts = [source.get(n, s) for n, s in zip(rule.hf, self._hf_shapes(placed), strict=True)]
-            whole = merge(rule.kind, parts, self.heads, self._whole_shape(placed)[0])
-            if placed.cut_along is not None:
-                whole = shard(rule.kind, whole, placed.cut_along, placed.cut_group.rank(), placed.parts)
-            placed.parameter.copy_(whole)
+            self._fill(placed, parts)
         if source.names is not None:
             self._refuse_unknown(source.names)
+
+    @torch.no_grad()
+    def take(self, bucket: Mapping[str, Tensor]) -> None:
+        """Fill the parameters whose Hugging Face tensors are in a bucket: the plan never splits those of one."""
+        for placed in self.placed.values():
+            if placed.rule.hf[0] in bucket:
+                self._fill(placed, [bucket[name] for name in placed.rule.hf])
+
+    def _fill(self, placed: Placed, parts: Sequence[Tensor]) -> None:
+        kind = placed.rule.kind
+        whole = merge(kind, parts, self.heads, self._whole_shape(placed)[0])
+        if placed.cut_along is not None:
+            whole = shard(kind, whole, placed.cut_along, placed.cut_group.rank(), placed.parts)
+        placed.parameter.copy_(whole)
 
     def _refuse_unknown(self, names: frozenset[str]) -> None:
         known = {name for rule in self.rules for name in rule.hf}
@@ -152,7 +155,7 @@ class WeightMap:
             if not placed.is_copy:
                 shapes = self._hf_shapes(placed)
                 held[number_of[name]] = same.setdefault(shapes, shapes)
-        here = Home(parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
+        here = Home(self.groups.pp.rank(), self.groups.ep.rank())
         everyone: list[tuple[Home, dict[int, Shapes]]] = [(here, held)] * dist.get_world_size()
         dist.all_gather_object(everyone, (here, held))
         owners: list[list[int]] = [[] for _ in self.rules]
@@ -198,16 +201,14 @@ class WeightMap:
             dtype: of what `of` returns; left out, that of the parameters.
         """
         plan = iter(self._plan)
-        stage = parallel_state.get_pipeline_model_parallel_rank()
+        stage = self.groups.pp.rank()
         for number, rule in enumerate(self.rules):
             shapes = [next(plan).shape for _ in rule.hf]
             home, placed = self._homes[number], self.placed.get(rule.megatron)
             tensors = None if placed is None else self._whole(placed, of)
             if stage == home.stage and ".experts." in rule.megatron:
-                group = parallel_state.get_expert_model_parallel_group()
-                tensors = self._spread(tensors, shapes, dtype, group, home.expert_rank)
-            group = parallel_state.get_pipeline_model_parallel_group()
-            yield from zip(rule.hf, self._spread(tensors, shapes, dtype, group, home.stage), strict=True)
+                tensors = self._spread(tensors, shapes, dtype, self.groups.ep, home.expert_rank)
+            yield from zip(rule.hf, self._spread(tensors, shapes, dtype, self.groups.pp, home.stage), strict=True)
 
     def _whole(self, placed: Placed, of: Callable[[torch.nn.Parameter], Tensor]) -> list[Tensor]:
         """The Hugging Face tensors of a parameter that this rank holds a part of."""

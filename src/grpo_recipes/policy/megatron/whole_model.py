@@ -1,0 +1,78 @@
+"""A copy of the whole model on one rank, to sample from where the trainer's model is split over several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from grpo_recipes.policy.hf.families import family_of
+from grpo_recipes.policy.hf.folder import read_config
+from grpo_recipes.policy.megatron.decode import Decoder
+from grpo_recipes.policy.megatron.model import build_model
+from grpo_recipes.policy.megatron.weights import WeightMap
+
+if TYPE_CHECKING:
+    from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
+
+SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+# Fields of TransformerConfig that speak of how a model is split, and nothing of what it computes.
+OF_A_SPLIT_MODEL = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "microbatch_group_size_per_vp_stage",
+    "overlap_p2p_comm",
+    "batch_p2p_comm",
+    "tp_comm_overlap",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+)
+
+
+class WholeModel:
+    """The recipe's model, unsplit, without gradients and without an optimizer. It has no weights until `take`.
+
+    Costs the memory of one whole copy of the parameters on every rank; nothing larger than a bucket besides.
+    """
+
+    def __init__(self, policy: PolicyConfig, model_folder: Path) -> None:
+        hf = read_config(model_folder, trust_remote_code=policy.trust_remote_code)
+        family = family_of(hf)
+        unsplit = policy.model_copy(update={"megatron_cfg": without_parallelism(policy.megatron_cfg)})
+        self.built = build_model(hf, family, unsplit, groups_of_one())
+        for chunk in self.built.chunks:
+            chunk.requires_grad_(False).eval()
+        self.weights = WeightMap(self.built, hf, family)
+
+    def take(self, bucket: Mapping[str, Tensor]) -> None:
+        """Full tensors by Hugging Face name, as `Policy.weight_buckets` yields them; all buckets make a refit."""
+        self.weights.take(bucket)
+
+    def decoder(self, *, max_batch_size: int, max_sequence_length: int) -> Decoder:
+        return Decoder(self.built, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
+
+
+def is_split(megatron: MegatronConfig) -> bool:
+    """Whether a rank of the trainer holds, or computes, less than the whole model."""
+    return any(getattr(megatron, f"{name}_parallel_size") > 1 for name in SIZES)
+
+
+def without_parallelism(megatron: MegatronConfig) -> MegatronConfig:
+    kept = megatron.model_dump(exclude=set(OF_A_SPLIT_MODEL))
+    whole = {f"{name}_parallel_size": 1 for name in SIZES}
+    return type(megatron).model_validate(kept | whole | {"sequence_parallel": False})
+
+
+def groups_of_one() -> ProcessGroupCollection:
+    """Every group is this rank alone. Not collective."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return ProcessGroupCollection(**{f.name: alone for f in fields(ProcessGroupCollection) if f.name != "hcp"})
