@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_recipes.policy.contract import Batch, LossInputs, LossOutputs
+from grpo_recipes.policy.hf.fused import published
 from grpo_recipes.recipe.schema import PolicyConfig
 
 VOCAB = 17
@@ -22,9 +23,35 @@ LLAMA3_ROPE = {
 }
 
 
-def write_llama(folder: Path, *, seed: int = 1, **config: Any) -> Any:
-    """A random Llama of 2 layers, grouped queries and head_dim != hidden / heads, saved as transformers saves it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+# Beyond what every tiny model shares: grouped queries, and sizes that nothing divides by accident.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3_ROPE},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def write_model(
+    family: str,
+    folder: Path,
+    *,
+    seed: int = 1,
+    max_shard_size: str = "50GB",
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Any:
+    """A random model of 2 layers, grouped queries and head_dim != hidden / heads, saved as transformers saves it.
+
+    `family` is a model_type; `config` overrides its tiny configuration. Returns the model of transformers.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     values = {
@@ -41,13 +68,20 @@ def write_llama(folder: Path, *, seed: int = 1, **config: Any) -> Any:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    model = LlamaForCausalLM(LlamaConfig(**values | config))
-    with torch.no_grad():  # norms of one would hide a mistake in their order
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values | FAMILIES[family] | config))
+    with torch.no_grad():  # norms of one and biases of zero would hide a mistake in their order
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder)
+            elif name.endswith(".bias"):
+                parameter.uniform_(-0.5, 0.5)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def write_llama(folder: Path, *, seed: int = 1, **config: Any) -> Any:
+    """As write_model, with plain RoPE unless `config` says otherwise."""
+    return write_model("llama", folder, seed=seed, **{"rope_parameters": None, **config})
 
 
 def policy_config(folder: Path, **changes: Any) -> PolicyConfig:
@@ -101,12 +135,13 @@ def reference_outputs(model: Any, batch: Batch, temperature: float) -> tuple[Ten
 
 
 def reference_gradients(model: Any, batch: Batch, temperature: float) -> dict[str, Tensor]:
-    """Of policy_gradient_loss, by Hugging Face name, float64."""
+    """Of policy_gradient_loss, by published Hugging Face name, float64."""
     model = model.double()
     model.zero_grad()
     logprobs, entropy = reference_outputs(model, batch, temperature)
     policy_gradient_loss(LossInputs(logprobs, entropy, batch)).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return published(model.config.model_type, found)
 
 
 def gradients(policy: Any, microbatches: list[Batch]) -> dict[str, Tensor]:

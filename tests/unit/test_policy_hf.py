@@ -97,7 +97,7 @@ def test_rope_that_depends_on_the_input_is_refused():
 def test_unknown_family_is_refused():
     from transformers import GPT2Config
 
-    with pytest.raises(UserError, match="known: llama"):
+    with pytest.raises(UserError, match="supported: llama"):
         family_of(GPT2Config())
 
 

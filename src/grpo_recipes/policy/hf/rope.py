@@ -8,12 +8,10 @@ import torch
 
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.attention import Rotary
+from grpo_recipes.recipe.architecture import ROPE_TYPES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-# Scalings whose frequencies do not depend on the length of the text at hand.
-STATIC_SCALINGS = ("linear", "llama3", "yarn")
 
 
 def rotary_of(hf: PretrainedConfig, device: torch.device | str = "cpu") -> Rotary:
@@ -27,11 +25,11 @@ def rotary_of(hf: PretrainedConfig, device: torch.device | str = "cpu") -> Rotar
         width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
         return Rotary((1.0 / parameters["rope_theta"] ** exponents).to(device))
-    if kind not in STATIC_SCALINGS:
+    if kind not in ROPE_TYPES:
         raise UserError(
             f"rope_type {kind!r} is not supported",
             where="config.json: rope_parameters",
-            mend="known: default, " + ", ".join(STATIC_SCALINGS),
+            mend=f"known: {', '.join(ROPE_TYPES)}",
         )
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -1,13 +1,14 @@
-"""Model families: one file each, a declarative table from Megatron's parameter names to Hugging Face's."""
+"""Model families: one file each, a declarative table from Megatron's parameter names to Hugging Face's published ones."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.errors import UserError
 from grpo_recipes.policy.hf.mapping import Rule
+from grpo_recipes.recipe.architecture import check_architecture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -15,12 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between architectures.
+    """What differs between architectures. Variants that no family covers are refused in recipe/architecture.py.
 
     Attributes:
         model_type: as in config.json.
-        transformer_config: fields of TransformerConfig beyond those that every family shares; raises UserError for
-            variants of the architecture that are not covered.
+        transformer_config: fields of TransformerConfig beyond those that every family shares.
         outer: parameters outside the layers; the output layer is left out of a model with tied embeddings.
         layer: parameters of one layer, names after "decoder.layers.{layer}." and "model.layers.{layer}.".
     """
@@ -32,14 +32,6 @@ class Family:
 
 
 def family_of(hf: PretrainedConfig) -> Family:
-    """Raises UserError naming the known families."""
-    from grpo_recipes.policy.hf.families import llama
-
-    known = {family.model_type: family for family in (llama.FAMILY,)}
-    if hf.model_type not in known:
-        raise UserError(
-            f"model_type {hf.model_type!r} is not supported",
-            where="config.json: model_type",
-            mend=f"known: {', '.join(sorted(known))}; a new one is a file in policy/hf/families",
-        )
-    return known[hf.model_type]
+    """Raises UserError for a model that the trainer does not cover, naming what is at fault in config.json."""
+    check_architecture(hf.to_dict())
+    return importlib.import_module(f"grpo_recipes.policy.hf.families.{hf.model_type}").FAMILY
