@@ -2,8 +2,6 @@ import pytest
 import torch
 
 from grpo_recipes.engine.batch import Sample, loss_weights, make_batch, split_evenly
-from grpo_recipes.engine.packing import assign_ranks, chunk, pack
-from grpo_recipes.engine.policy_group import same_number
 
 SAMPLES = [
     Sample((1, 2), torch.tensor([3, 4, 5]), torch.tensor([-0.1, -0.2, -0.3]), 1.0),
@@ -56,37 +54,3 @@ def test_split_evenly():
     assert [list(r) for r in split_evenly(7, 3)] == [[0, 1], [2, 3], [4, 5, 6]]
     assert [len(r) for r in split_evenly(2, 5)] == [1, 1]
     assert split_evenly(0, 4) == []
-
-
-def test_pack_fills_bins_and_loses_nothing():
-    """Covers: a batch that does not divide is cut."""
-    lengths = [7, 3, 5, 5, 8, 2, 1, 9]
-    bins = pack(lengths, 10)
-    assert sorted(i for b in bins for i in b) == list(range(8))
-    assert all(sum(lengths[i] for i in b) <= 10 for b in bins)
-    assert len(bins) == 4  # 40 tokens in bins of 10
-
-
-def test_chunk_counts_sequences():
-    assert chunk([9, 1, 9, 1, 9], 2) == [[0, 1], [2, 3], [4]]
-    assert chunk([], 2) == []
-
-
-def test_pack_names_the_sequence_that_does_not_fit():
-    with pytest.raises(ValueError, match="sequence 1 has 11 tokens"):
-        pack([3, 11], 10)
-
-
-def test_assign_ranks_balances_and_loses_nothing():
-    lengths = [50, 40, 10, 20, 30, 5]
-    shares = assign_ranks(lengths, 2)
-    assert sorted(i for s in shares for i in s) == list(range(6))
-    totals = [sum(lengths[i] for i in s) for s in shares]
-    assert sorted(totals) == [75, 80]
-    assert assign_ranks([5], 3) == [[0], [], []]
-
-
-def test_every_rank_runs_the_same_number_of_passes():
-    """Covers: uneven microbatch counts hang a rank."""
-    assert same_number([[[0], [1]], [[0]], []]) == [[[0], [1]], [[0], []], [[], []]]
-    assert same_number([[], []]) == [[[]], [[]]]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from grpo_recipes.engine.packing import PackingStats
 from grpo_recipes.engine.policy_group import Mismatch
 from grpo_recipes.engine.rollouts import Rollout
 from grpo_recipes.environments.contract import StepResult
@@ -42,6 +43,14 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "train/response_length_max": float(max(lengths)),
         "train/prompt_length_mean": sum(len(r.prompt_ids) for r in rollouts) / len(rollouts),
         "train/truncated_fraction": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
+    }
+
+
+def packing_metrics(stats: PackingStats) -> dict[str, float]:
+    return {
+        "train/padding_fraction": stats.padding_fraction,
+        "train/rank_imbalance": stats.rank_imbalance,
+        "train/microbatches": stats.microbatches,
     }
 
 

@@ -9,6 +9,7 @@ import torch
 from grpo_recipes.data.prompts import encode_text
 from grpo_recipes.data.sampler import next_indices
 from grpo_recipes.engine.batch import Sample, make_batch
+from grpo_recipes.engine.metrics import packing_metrics
 from grpo_recipes.engine.parts import LoopState, Parts, StepOutcome
 from grpo_recipes.engine.phases import Phases
 
@@ -23,7 +24,7 @@ def sft_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
         target = torch.tensor([*answer, parts.stop_token_ids[0]])
         samples.append(Sample(parts.train.prompt_ids[index], target, torch.zeros(len(target)), advantage=0.0))
     batch = make_batch(samples, [range(size)], token_level=recipe.loss_fn.token_level_loss)
-    parts.policy.load_batch(batch, [range(size)])
+    packing = parts.policy.load_batch(batch, [range(size)])
     with phase("policy_training"):
         stats = parts.policy.train(0, parts.loss)
     version = state.weight_version + (not stats.skipped)
@@ -36,6 +37,7 @@ def sft_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
         "train/bad_steps": float(stats.skipped),
         "train/valid_tokens": float(batch.mask.sum()),
         "train/epoch": float(sampler.epoch),
+        **packing_metrics(packing),
     }
     throughput = {"training_tokens_per_s": len(batch.token_ids) / phase.seconds["policy_training"]}
     after = replace(

@@ -12,7 +12,13 @@ import torch
 from grpo_recipes.data.sampler import next_indices
 from grpo_recipes.engine.advantages import group_advantages, zero_variance_groups
 from grpo_recipes.engine.batch import Sample, make_batch, split_evenly
-from grpo_recipes.engine.metrics import reward_metrics, rollout_metrics, rollout_records, training_metrics
+from grpo_recipes.engine.metrics import (
+    packing_metrics,
+    reward_metrics,
+    rollout_metrics,
+    rollout_records,
+    training_metrics,
+)
 from grpo_recipes.engine.parts import LoopState, Parts, StepOutcome
 from grpo_recipes.engine.phases import Phases
 from grpo_recipes.engine.rollouts import judge, reward_tensors, roll_out
@@ -68,7 +74,7 @@ def grpo_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
     stats = []
     if samples:
         batch = make_batch(samples, optimizer_steps, token_level=loss_fn.token_level_loss)
-        parts.policy.load_batch(batch, optimizer_steps)
+        metrics |= packing_metrics(parts.policy.load_batch(batch, optimizer_steps))
         with phase("logprobs"):
             mismatch = parts.policy.compute_logprobs()
         if loss_fn.reference_policy_kl_penalty > 0:
