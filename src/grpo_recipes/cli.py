@@ -34,6 +34,8 @@ app = typer.Typer(
 )
 convert_app = typer.Typer(help="Make a Hugging Face model folder of something else.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
+certify_app = typer.Typer(help="Show that something which must not change the result does not.", no_args_is_help=True)
+app.add_typer(certify_app, name="certify")
 
 
 def _recipe_names(incomplete: str) -> list[str]:
@@ -222,6 +224,52 @@ def gguf(
     typer.echo(target)
 
 
+@certify_app.command("layout")
+def certify_layout(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME[@vN]]",
+            help="A recipe, the path of a YAML file, or a folder with a config.json.",
+            autocompletion=_recipe_names,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    layout: Annotated[
+        list[str] | None, typer.Option(help="A layout such as tp2.pp2.sp; may be repeated. Default: what fits.")
+    ] = None,
+    matrix: Annotated[bool, typer.Option("--matrix", help="All layouts for up to four processes.")] = False,
+    family: Annotated[
+        str | None, typer.Option(help="Instead of a recipe: llama, qwen2, qwen3, qwen3_moe or mixtral.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    processes: Annotated[int | None, typer.Option(min=1, help="At most so many processes.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for certificate.json.")] = None,
+    plant: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Show that no parallel layout changes loss, logprobs, gradients or optimizer steps: 0 none does, 1 one does."""
+    gc.enable()
+    _one_of("--device", device, ("auto", "cpu", "cuda"))
+    _one_of("--precision", precision, ("float32", "bfloat16"))
+    from grpo_recipes.proof.certify_command import run
+
+    raise typer.Exit(
+        run(
+            name,
+            overrides or [],
+            family=family,
+            layouts=layout or [],
+            whole_matrix=matrix,
+            processes=processes,
+            device=device,  # type: ignore[arg-type]  # checked above
+            precision=precision,  # type: ignore[arg-type]
+            output=output,
+            plant=plant,
+        )
+    )
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -240,6 +288,11 @@ def experiment(ctx: typer.Context) -> None:
     from nemo_run.cli.experiment import create
 
     create()(args=ctx.args or ["--help"], prog_name="nemo-run experiment")
+
+
+def _one_of(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise UserError(f"{value!r} is not known", where=option, mend=f"one of {', '.join(known)}")
 
 
 def _resumed(name: str, overrides: list[str], run_dir: Path | None, run: str) -> tuple[ResolvedRecipe, Path]:

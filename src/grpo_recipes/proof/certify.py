@@ -1,0 +1,252 @@
+"""Does a parallel layout change the result? A tiny model of a recipe's architecture says so.
+
+The Megatron-Core trainer runs it in one process and in each layout, packed and unpacked, and is compared with Hugging
+Face transformers in float64 (proof/certify_reference.py) on the same random checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import patch
+
+from grpo_recipes.errors import UserError
+from grpo_recipes.proof.certify_layouts import Layout, fitting, layers_for, matrix, parse, unfit
+from grpo_recipes.proof.certify_subject import Subject
+from grpo_recipes.proof.certify_tolerances import Precision, Tolerances, tolerances
+from grpo_recipes.proof.certify_verdict import CUTS, Row, failures, of_all_ranks
+from grpo_recipes.recipe.schema import PolicyConfig
+from grpo_recipes.recipe.shrink import num_experts, shrink
+
+if TYPE_CHECKING:
+    from grpo_recipes.cluster.process import ProcessGroup
+    from grpo_recipes.proof.certify_reference import Reference
+
+Device = Literal["auto", "cpu", "cuda"]
+TIME_LIMIT_S = 300  # of one layout, and of the start of the pool
+MAX_PROCESSES = 8
+LONGEST_SEQUENCE = 64  # more than any of the reference's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be run, checked before any process starts."""
+
+    subject: Subject
+    config: dict[str, Any]  # the tiny model's config.json
+    layouts: tuple[Layout, ...]  # one process first
+    processes: int  # of the pool
+    device: Literal["cpu", "cuda"]
+    precision: Precision
+    plant: str | None = None
+
+
+@dataclass(frozen=True)
+class Certificate:
+    plan: Plan
+    allowed: Tolerances
+    rows: tuple[Row, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+
+def make_plan(
+    subject: Subject,
+    layouts: Sequence[str] = (),
+    *,
+    whole_matrix: bool = False,
+    processes: int | None = None,
+    device: Device = "auto",
+    precision: Precision = "float32",
+    plant: str | None = None,
+) -> Plan:
+    """Choose the layouts: those named, the whole matrix, or what fits the recipe and two processes.
+
+    Args:
+        processes: at most so many; default: as many as the named layouts need, four for the matrix, otherwise two.
+
+    Raises:
+        UserError: a layout is not one, does not fit the model or the processes; there are too few GPUs.
+    """
+    if layouts and whole_matrix:
+        raise UserError("--matrix and --layout were both given", where="certify layout", mend="leave one of them out")
+    tiny = shrink(subject.config, where=subject.where)
+    if layouts:
+        asked = [parse(text) for text in layouts]
+        for layout in asked:
+            reason = unfit(layout, tiny)
+            if reason:
+                raise UserError(f"{layout}: {reason}", where="--layout", mend="choose another layout")
+        limit = processes or max(layout.processes for layout in asked)
+    elif whole_matrix:
+        limit = processes or 4
+        asked = [layout for layout in matrix(tiny) if layout.processes <= limit]
+    else:
+        limit = processes or 2
+        asked = fitting(tiny, limit, subject.own)
+    if limit > MAX_PROCESSES:
+        raise UserError(f"{limit} processes are more than {MAX_PROCESSES}", where="--processes", mend="use fewer")
+    too_wide = [layout for layout in asked if layout.processes > limit]
+    if too_wide:
+        raise UserError(
+            f"{too_wide[0]} needs {too_wide[0].processes} processes, and there are {limit}",
+            where="--processes",
+            mend=f"set it to at least {max(layout.processes for layout in too_wide)}",
+        )
+    every = tuple(dict.fromkeys([Layout(), *asked]))
+    pool = max(layout.processes for layout in every)
+    return Plan(
+        subject=subject,
+        config=shrink(subject.config, layers=layers_for(every), where=subject.where),
+        layouts=every,
+        processes=pool,
+        device=_device(device, pool),
+        precision=precision,
+        plant=plant,
+    )
+
+
+def certify(plan: Plan, tell: Callable[[Row], None] = lambda row: None) -> Certificate:
+    """Run every layout of the plan. `tell` hears of each row as it is known.
+
+    Raises:
+        UserError: transformers cannot build the model.
+    """
+    import torch
+
+    from grpo_recipes.proof.certify_faults import check_fault
+    from grpo_recipes.proof.certify_reference import run_reference, write_checkpoint
+
+    check_fault(plan.plant)
+    allowed = tolerances(plan.precision)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="certify-") as scratch, _Pool(plan) as pool:
+        checkpoint = Path(scratch) / "model"
+        model = write_checkpoint(plan.config, checkpoint, getattr(torch, plan.precision))
+        reference = run_reference(model, Path(scratch) / "reference.safetensors")
+        for layout in plan.layouts:
+            for row in _rows(layout, plan, allowed, pool, checkpoint, reference):
+                rows.append(row)
+                tell(row)
+    return Certificate(plan, allowed, tuple(rows))
+
+
+def _rows(
+    layout: Layout, plan: Plan, allowed: Tolerances, pool: _Pool, checkpoint: Path, reference: Reference
+) -> Iterator[Row]:
+    from grpo_recipes.proof.certify_worker import Job
+
+    job = Job(
+        number=pool.next_number(),
+        processes=layout.processes,
+        policy=_policy(plan, layout, checkpoint),
+        checkpoint=checkpoint,
+        reference=reference,
+        small=allowed.small,
+        plant=plan.plant,
+    )
+    try:
+        found = [parts for parts in pool.workers().call("run", job) if parts is not None]
+    except Exception as error:  # whatever a layout does to its processes is its result, and the others go on
+        pool.forget()
+        lines = str(error).splitlines() or [""]
+        why = f"{type(error).__name__}: {lines[0]}"
+        for cut in CUTS:
+            yield Row(str(layout), layout.processes, cut, None, (why,), "\n".join(getattr(error, "__notes__", [])))
+        return
+    for cut in CUTS:
+        measured = of_all_ranks([parts[cut] for parts in found])
+        yield Row(str(layout), layout.processes, cut, measured, tuple(failures(measured, allowed)))
+
+
+def _policy(plan: Plan, layout: Layout, checkpoint: Path) -> PolicyConfig:
+    from grpo_recipes.proof.certify_reference import LENGTHS, OPTIMIZER, TEMPERATURE
+
+    megatron = {
+        **plan.subject.kept,
+        **layout.megatron_cfg(),
+        "optimizer": {
+            "lr": OPTIMIZER.lr,
+            "adam_beta1": OPTIMIZER.beta1,
+            "adam_beta2": OPTIMIZER.beta2,
+            "adam_eps": OPTIMIZER.eps,
+            "weight_decay": OPTIMIZER.weight_decay,
+        },
+        "scheduler": {"lr_decay_style": "constant"},
+    }
+    if num_experts(plan.config):  # transformers adds no balancing loss to logits, and routes in float32
+        megatron |= {"moe_router_load_balancing_type": "none", "moe_router_dtype": "fp32"}
+    return PolicyConfig.model_validate(
+        {
+            "model_name": str(checkpoint),
+            "train_global_batch_size": len(LENGTHS),
+            "max_total_sequence_length": LONGEST_SEQUENCE,
+            "precision": plan.precision,
+            "max_grad_norm": OPTIMIZER.max_grad_norm,
+            "generation": {"max_new_tokens": LONGEST_SEQUENCE // 2, "temperature": TEMPERATURE},
+            "megatron_cfg": megatron,
+        }
+    )
+
+
+def _device(asked: Device, processes: int) -> Literal["cpu", "cuda"]:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if asked == "cuda" and gpus < processes:
+        raise UserError(
+            f"{processes} processes need as many GPUs, and there are {gpus}",
+            where="--device",
+            mend="use fewer processes, or --device cpu",
+        )
+    if asked == "auto":
+        return "cuda" if gpus >= processes else "cpu"
+    return asked
+
+
+class _Pool:
+    """The processes, started when first needed and again after a layout has ended them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._workers: ProcessGroup | None = None
+        self._number = 0
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def workers(self) -> ProcessGroup:
+        from grpo_recipes.cluster.process import ProcessGroup
+        from grpo_recipes.proof.certify_worker import CertifyWorker
+
+        if self._workers is None:
+            with patch.dict(os.environ, _environment(self._plan.device)):  # they inherit it
+                self._workers = ProcessGroup(
+                    CertifyWorker, self._plan.processes, device=self._plan.device, time_limit_s=TIME_LIMIT_S
+                )
+        return self._workers
+
+    def forget(self) -> None:
+        if self._workers is not None:
+            self._workers.shutdown()
+        self._workers = None
+
+    def __enter__(self) -> _Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.forget()
+
+
+def _environment(device: str) -> dict[str, str]:
+    """Of the workers. The trainer computes on a GPU wherever it sees one, so for the CPU it must see none; Megatron's
+    notes on what is not installed would bury the certificate."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return {"PYTHONWARNINGS": "ignore", **hidden}

@@ -1,0 +1,105 @@
+"""Whose architecture is certified: a recipe's, a model folder's, or a family's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import UserError
+from grpo_recipes.proof.certify_layouts import Layout, recipes_own
+from grpo_recipes.recipe.schema import PolicyConfig
+from grpo_recipes.recipe.shrink import FAMILIES
+
+# Keys of a recipe's megatron_cfg that change how something is computed, and mean the same to a small model. Others are
+# sizes of the large one, or kernels that a CPU lacks.
+KEPT = (
+    "activation_checkpointing",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    name: str  # as shown
+    config: dict[str, Any]  # config.json of the real model
+    where: str  # of the configuration, for errors
+    kept: dict[str, Any]  # of the recipe's megatron_cfg
+    own: Layout | None  # the recipe's layout with its sizes reduced to 2
+    digest: str | None  # of the recipe
+
+
+def subject_of(name: str | None, overrides: Sequence[str], family: str | None) -> Subject:
+    """Raises UserError: no such recipe, folder or family; more than one of them; a model that is not on this machine."""
+    if (name is None) == (family is None):
+        raise UserError(
+            "give a recipe, a folder with a config.json, or --family",
+            where="certify layout",
+            mend="exactly one of them",
+        )
+    if family is not None:
+        if family not in FAMILIES:
+            raise UserError(f"{family!r} is not a family", where="--family", mend=f"known: {', '.join(FAMILIES)}")
+        return Subject(f"family {family}", FAMILIES[family], f"family {family}", {}, None, None)
+    assert name is not None
+    if Path(name).is_dir():
+        if overrides:
+            raise UserError(
+                "a model folder takes no overrides", where=overrides[0], mend="leave it out, or give a recipe"
+            )
+        return Subject(name, *_config(Path(name)), {}, None, None)
+    return _of_recipe(name, overrides)
+
+
+def _of_recipe(name: str, overrides: Sequence[str]) -> Subject:
+    from grpo_recipes.recipe.compose import resolve
+
+    resolved = resolve(name, overrides)
+    recipe = resolved.recipe
+    megatron = recipe.policy.megatron_cfg
+    given = megatron.model_dump(exclude_unset=True)
+    devices = recipe.cluster.num_nodes * recipe.cluster.gpus_per_node
+    of_model = (
+        megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+    )
+    return Subject(
+        f"{resolved.name}@{resolved.version}",
+        *_config(_folder(recipe.policy)),
+        {key: given[key] for key in KEPT if key in given},
+        recipes_own(megatron, replicated=devices > of_model),
+        resolved.digest,
+    )
+
+
+def _folder(policy: PolicyConfig) -> Path:
+    from grpo_recipes.recipe.model_folder import model_path
+
+    try:
+        return model_path(policy.model_name, policy.model_revision)
+    except UserError as error:
+        raise UserError(
+            error.message,
+            where=error.where,
+            mend=f"of a model only config.json is needed here: `hf download {policy.model_name} config.json`, or set "
+            "policy.model_name to a folder that holds it, or certify a whole family with --family",
+        ) from error
+
+
+def _config(folder: Path) -> tuple[dict[str, Any], str]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError("no config.json here", where=str(folder), mend="give the folder of a Hugging Face model")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"not JSON: {error}", where=str(path), mend="correct it") from error
+    if not isinstance(config, dict):
+        raise UserError("not a JSON object", where=str(path), mend="give the config.json of a Hugging Face model")
+    return config, str(path)
