@@ -137,7 +137,13 @@ def drop_moment(tensors, header):
 
 
 def drop_parameter(tensors, header):
-    header["shards"] = [s for s in header["shards"] if s["name"] != "model.norm.weight"]
+    for piece in header["shards"]:
+        if piece["part"]["hf"] == ["model.norm.weight"]:
+            piece["part"]["hf"] = ["another"]
+
+
+def shorten_a_tensor(tensors, header):
+    tensors["param/3"] = tensors["param/3"][1:].clone()
 
 
 def drop_random_state(tensors, header):
@@ -148,8 +154,15 @@ def drop_a_piece(tensors, header):
     header["shards"][0]["stop"] -= 1
 
 
-def expect_more_ranks(tensors, header):
-    header["world_size"] = 2
+def hold_a_piece_twice(tensors, header):
+    count = len(header["shards"])
+    header["shards"].append(header["shards"][0])
+    for state in ("param", "exp_avg", "exp_avg_sq"):
+        tensors[f"{state}/{count}"] = tensors[f"{state}/0"].clone()
+
+
+def freeze(tensors, header):
+    header["shards"][0]["trained"] = False
 
 
 def other_format(tensors, header):
@@ -162,9 +175,11 @@ def other_format(tensors, header):
         (drop_moment, "lacks exp_avg_sq/3"),
         (drop_parameter, r"nothing for model\.norm\.weight"),
         (drop_random_state, "lacks rng/cpu"),
-        (drop_a_piece, "only a part"),
-        (expect_more_ranks, r"rank-00001\.safetensors"),
-        (other_format, "format"),
+        (drop_a_piece, "every element of param of .* exactly once"),
+        (hold_a_piece_twice, "every element of param of .* exactly once"),
+        (shorten_a_tensor, "exactly once"),
+        (freeze, "was frozen when the checkpoint was written"),
+        (other_format, "format 0, this version reads format 2"),
     ],
 )
 def test_missing_state_is_an_error_and_changes_nothing(change, message, folder, tmp_path):
@@ -199,7 +214,7 @@ def test_a_full_disk_is_an_operating_system_error(folder, tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"File too large .*rank-00000\.safetensors"):
+        with pytest.raises(OSError, match=r"File too large.*rank-00000\.safetensors"):
             policy.save(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

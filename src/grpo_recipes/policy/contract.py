@@ -139,8 +139,18 @@ class Policy(Protocol):
     def weight_buckets(self) -> Iterator[dict[str, Tensor]]:
         """Full tensors by Hugging Face name, bucket by bucket in the plan's order."""
 
-    def save(self, folder: Path) -> None:
-        """Write model, optimizer, scheduler and random states into an existing empty folder."""
+    def save(self, folder: Path) -> dict[str, str]:
+        """Write model, optimizer, scheduler and random states into an existing empty folder.
+
+        Returns the sha256 of each file that this rank wrote, by name. Raises OSError where the disk is full.
+        """
+
+    def start_save(self, folder: Path) -> None:
+        """As `save`, but return once the state is copied to host memory: a thread writes it. Not collective."""
+
+    def finish_save(self, *, wait: bool) -> dict[str, str] | None:
+        """What `save` returns, once what `start_save` began on this rank is on disk; None while it is not, or where
+        nothing was begun. Raises what writing raised. Not collective."""
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote; raises UserError where anything is missing."""

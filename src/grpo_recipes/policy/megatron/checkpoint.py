@@ -1,212 +1,254 @@
-"""The trainer's state on disk: float32 weights, both Adam moments, step counts and random states, as safetensors.
+"""The trainer's state on disk: float32 weights, both Adam moments, step counts, buffers and random states, as
+safetensors.
 
-Every rank writes the shards that its distributed optimizer owns, into one file of its own, and gathers nothing. Tensors
-are named by Hugging Face name and carry where they lie, so that a checkpoint loads under other tensor-, pipeline- and
-data-parallel sizes. Megatron's dist_checkpointing is not used: PyTorch's reader below it unpickles `.metadata` without
-weights_only, it starts a process for every first save, and its loading of torch's Adam goes wrong without an error (all
-parameters end up sharing one `step` tensor, so that a second step counts several times).
+Every rank writes the shards that its distributed optimizer owns, into one file of its own, and gathers nothing; of
+ranks that hold the same elements one writes them. Tensors are named by Hugging Face name and carry where they lie, so
+that a checkpoint loads under other tensor-, pipeline-, data-, context- and expert-parallel sizes. Megatron's
+dist_checkpointing is not used: PyTorch's reader below it unpickles `.metadata` without weights_only, it starts a
+process for every first save, and its loading of torch's Adam goes wrong without an error (all parameters end up sharing
+one `step` tensor, so that a second step counts several times).
 
-Weights in the model's own dtype are not stored: they are the float32 weights, rounded.
+Weights in the model's own dtype are not stored: they are the float32 weights, rounded. Frozen parameters, which have no
+float32 copy, are stored as they are, widened.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from torch import Tensor
 
 from grpo_recipes.errors import UserError
-from grpo_recipes.policy.hf.folder import write_safetensors
-from grpo_recipes.policy.hf.mapping import merge, shard, split, unshard
+from grpo_recipes.policy.host_copy import HostCopy
 from grpo_recipes.policy.megatron.optimizer import distributed_optimizers
+from grpo_recipes.policy.megatron.shards import (
+    MODEL_FILE,
+    STATES,
+    ModelHeader,
+    Part,
+    SavedState,
+    Shard,
+    difference,
+    rank_file,
+    rank_header,
+)
+from grpo_recipes.policy.safetensors_stream import write_stream
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     from grpo_recipes.policy.megatron.weights import Placed, WeightMap
 
-FORMAT = 1
-STATES = ("param", "exp_avg", "exp_avg_sq")  # "param": the float32 weights
+
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint is of, on this rank."""
+
+    weights: WeightMap
+    chunks: list[GPTModel]
+    model: list[DistributedDataParallel]  # the same chunks, wrapped
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+class Owned(NamedTuple):
+    """Elements [begin, end) of a parameter: those whose optimizer state this rank holds, or all of a frozen one."""
+
+    placed: Placed
+    optimizer: Any | None  # a DistributedOptimizer; None for a frozen parameter
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A run of elements of one parameter, as its tensor-parallel rank holds it, flattened."""
+class Contents:
+    """What this rank writes."""
 
-    name: str
-    tensor_rank: int
-    start: int
-    stop: int
-    shape: tuple[int, ...]  # of the tensor-parallel rank's whole part
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    model: ModelHeader
+
+    def write(self, folder: Path) -> dict[str, str]:
+        """The sha256 of each file by name. Raises OSError where the disk is full or refuses."""
+        rank = dist.get_rank()
+        digests = {rank_file(rank): write_stream(folder / rank_file(rank), self.tensors, self.metadata)}
+        if rank == 0:
+            text = self.model.to_json()
+            (folder / MODEL_FILE).write_text(text)
+            digests[MODEL_FILE] = hashlib.sha256(text.encode()).hexdigest()
+        return digests
 
 
-def save(folder: Path, weights: WeightMap, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> None:
-    """Collective. `folder` exists and is empty. Raises OSError where the disk is full or refuses."""
+class CheckpointWriter:
+    """Saves the trainer's state, in the foreground or in a thread. The copy in host memory that the thread writes from
+    is kept for the next save: at most one copy of this rank's shards, none before the first save in the background."""
+
+    def __init__(self, trained: Trained) -> None:
+        self.trained = trained
+        self._host = HostCopy()
+        self._writing: Future[dict[str, str]] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def save(self, folder: Path) -> dict[str, str]:
+        """Collective. `folder` exists and is empty; the sha256 of each file that this rank wrote, by name.
+
+        Raises OSError where the disk is full or refuses.
+        """
+        self.finish(wait=True)
+        digests = contents_of(self.trained).write(folder)
+        dist.barrier()
+        return digests
+
+    def start(self, folder: Path) -> None:
+        """As `save`, but returns once the state is copied to host memory. Waits for the save before. Not collective."""
+        self.finish(wait=True)
+        contents = contents_of(self.trained)
+        copied = Contents(self._host.take(contents.tensors), contents.metadata, contents.model)
+        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
+        self._writing = self._thread.submit(copied.write, folder)
+
+    def finish(self, *, wait: bool) -> dict[str, str] | None:
+        """What `save` returns, once all that `start` began on this rank is on disk; None while it is not, or where
+        nothing was begun. Raises what writing raised."""
+        if self._writing is None or not (wait or self._writing.done()):
+            return None
+        writing, self._writing = self._writing, None
+        return writing.result()
+
+
+def contents_of(trained: Trained) -> Contents:
+    """The tensors are those of the live trainer."""
     tensors: dict[str, Tensor] = {f"rng/{name}": state for name, state in _rng_states().items()}
+    if _writes_whole_copies(trained):
+        tensors |= {f"buffer/{name}": buffer for name, buffer in _buffers(trained.chunks)}
     shards: list[Shard] = []
     steps = 0
-    for part, placed, begin, end in _owned(weights, optimizer):
-        held = part._get_main_param_and_optimizer_states(placed.parameter)
-        steps = _steps(part, held)
-        if placed.is_copy:
+    for owned in _owned(trained.weights, trained.optimizer):
+        placed = owned.placed
+        held = {"param": placed.parameter.detach().float().reshape(-1)}
+        if owned.optimizer is not None:
+            held = owned.optimizer._get_main_param_and_optimizer_states(placed.parameter)
+            steps = max(steps, _steps(owned.optimizer, held))
+        elif not _first_of_copies(trained.weights, placed):
             continue
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        piece = Shard(placed.rule.hf[0], rank, begin, end, tuple(placed.parameter.shape))
+        if placed.is_copy or owned.begin == owned.end or (placed.cut_along is None and placed.cut_group.rank()):
+            continue
         for state in STATES:
             if state in held:
-                tensors[f"{state}/{len(shards)}"] = held[state].detach().to("cpu", copy=True).contiguous()
-        shards.append(piece)
-    header = {
-        "format": FORMAT,
-        "world_size": dist.get_world_size(),
-        "tensor_parallel": weights.tp,
-        "optimizer_steps": steps,
-        "scheduler_steps": scheduler.num_steps,
-        "shards": [asdict(piece) for piece in shards],
-    }
-    write_safetensors(tensors, folder / _file(dist.get_rank()), {"state": json.dumps(header)})
-    dist.barrier()
+                tensors[f"{state}/{len(shards)}"] = held[state].detach()
+        shards.append(Shard(_part(placed), owned.begin, owned.end, trained=owned.optimizer is not None))
+    return Contents(tensors, rank_header(shards, steps), _header(trained))
 
 
 @torch.no_grad()
-def load(
-    folder: Path,
-    weights: WeightMap,
-    model: list[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-) -> None:
-    """Collective. Raises UserError for a file or tensor that is missing or damaged, before anything is changed."""
-    saved = _Saved(folder)
-    found = [
-        (part, placed, {state: saved.read(state, weights, placed, begin, end) for state in saved.states})
-        for part, placed, begin, end in _owned(weights, optimizer)
-    ]
-    random_states = saved.random_states()
-    for part in distributed_optimizers(optimizer):
+def load(folder: Path, trained: Trained) -> None:
+    """Collective. Raises UserError for a file or tensor that is missing or damaged, and for a checkpoint of another
+    model, before anything is changed."""
+    saved = SavedState(folder)
+    different = difference(saved.model, _header(trained))
+    if different:
+        raise UserError(
+            f"a checkpoint of another model: {different}",
+            where=str(folder),
+            mend="resume with the model that the checkpoint was written from",
+        )
+    parts = distributed_optimizers(trained.optimizer)
+    everything = list(_owned(trained.weights, trained.optimizer))
+    states = STATES if saved.optimizer_steps else STATES[:1]
+    for owned in everything:
+        for state in states if owned.optimizer is not None else STATES[:1]:
+            saved.check(state, _part(owned.placed), owned.begin, owned.end)
+    buffers = [(buffer, saved.buffer(name)) for name, buffer in _buffers(trained.chunks)]
+    random_states = _saved_rng_states(saved)
+
+    for part in parts:
         _prepare_state(part, saved.optimizer_steps)
-    for part, placed, tensors in found:
-        if saved.optimizer_steps and "step" in part._get_main_param_and_optimizer_states(placed.parameter):
+    for placed, optimizer, begin, end in everything:
+        if optimizer is None:
+            tensor = saved.read("param", _part(placed), begin, end)
+            placed.parameter.copy_(tensor.view(placed.parameter.shape))
+            continue
+        tensors = {state: saved.read(state, _part(placed), begin, end) for state in states}
+        if saved.optimizer_steps and "step" in optimizer._get_main_param_and_optimizer_states(placed.parameter):
             tensors["step"] = torch.tensor(float(saved.optimizer_steps))
-        part._set_main_param_and_optimizer_states(placed.parameter, tensors)
-    for part in distributed_optimizers(optimizer):
+        optimizer._set_main_param_and_optimizer_states(placed.parameter, tensors)
+    for part in parts:
         part._copy_main_params_to_model_params()
-    for chunk in model:
+    for chunk in trained.model:
         chunk.start_param_sync(force_sync=True)
-    scheduler.num_steps = saved.scheduler_steps
-    scheduler.step(0)
+    for buffer, tensor in buffers:
+        buffer.copy_(tensor)
+    trained.scheduler.num_steps = saved.model.scheduler_steps
+    trained.scheduler.step(0)
     _set_rng_states(random_states)
     dist.barrier()
 
 
-class _Saved:
-    """All files of a checkpoint, opened; tensors are read as they are asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        first = self._open(0)
-        self.files = [first] + [self._open(rank) for rank in range(1, self._header(first)["world_size"])]
-        headers = [self._header(file) for file in self.files]
-        self.world_size, self.tp = headers[0]["world_size"], headers[0]["tensor_parallel"]
-        # A rank may own no shard at all.
-        self.optimizer_steps = max(h["optimizer_steps"] for h in headers)
-        self.scheduler_steps = headers[0]["scheduler_steps"]
-        self.states = STATES if self.optimizer_steps else STATES[:1]
-        self.shards: dict[tuple[str, int], list[tuple[Shard, Any, int]]] = {}
-        for file, header in zip(self.files, headers, strict=True):
-            for number, entry in enumerate(header["shards"]):
-                piece = Shard(**entry | {"shape": tuple(entry["shape"])})
-                self.shards.setdefault((piece.name, piece.tensor_rank), []).append((piece, file, number))
-
-    def _open(self, rank: int) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        path = self.folder / _file(rank)
-        if not path.is_file():
-            raise UserError(
-                "a file of the checkpoint is missing", where=str(path), mend="resume from another checkpoint"
-            )
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"damaged checkpoint: {error}", where=str(path), mend="resume from another one") from error
-
-    def _header(self, file: Any) -> dict[str, Any]:
-        header = json.loads((file.metadata() or {}).get("state", "{}"))
-        if header.get("format") != FORMAT:
-            raise UserError(f"not a trainer checkpoint of format {FORMAT}", where=str(self.folder))
-        return header
-
-    def read(self, state: str, weights: WeightMap, placed: Placed, begin: int, end: int) -> Tensor:
-        """Elements [begin, end) of this rank's part of a parameter, flattened; float32."""
-        name = placed.rule.hf[0]
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        if self.tp == weights.tp or placed.cut_along is None:
-            return self._part(state, name, rank if self.tp == weights.tp else 0, begin, end)
-        whole = self._whole(state, weights, placed)
-        return shard(placed.rule.kind, whole, placed.cut_along, rank, weights.tp).reshape(-1)[begin:end]
-
-    def _whole(self, state: str, weights: WeightMap, placed: Placed) -> Tensor:
-        kind, name = placed.rule.kind, placed.rule.hf[0]
-        parts = []
-        for rank in range(self.tp):
-            shape = self._find(name, rank)[0][0].shape
-            parts.append(self._part(state, name, rank, 0, torch.Size(shape).numel()).view(shape))
-        whole = unshard(kind, parts, placed.cut_along)
-        if kind != "vocab":
-            return whole
-        rows = placed.parameter.shape[0] * weights.tp  # the padding depends on the tensor-parallel size
-        return merge(kind, split(kind, whole, weights.heads, weights.vocab_size), weights.heads, rows)
-
-    def _find(self, name: str, tensor_rank: int) -> list[tuple[Shard, Any, int]]:
-        if (name, tensor_rank) not in self.shards:
-            raise UserError(f"the checkpoint has nothing for {name}", where=str(self.folder))
-        return self.shards[name, tensor_rank]
-
-    def _part(self, state: str, name: str, tensor_rank: int, begin: int, end: int) -> Tensor:
-        result = torch.empty(end - begin)
-        missing = end - begin
-        for piece, file, number in self._find(name, tensor_rank):
-            start, stop = max(begin, piece.start), min(end, piece.stop)
-            if start < stop:
-                result[start - begin : stop - begin] = self._tensor(file, f"{state}/{number}")[
-                    start - piece.start : stop - piece.start
-                ]
-                missing -= stop - start
-        if missing:
-            raise UserError(f"the checkpoint holds only a part of {state} of {name}", where=str(self.folder))
-        return result
-
-    def _tensor(self, file: Any, key: str) -> Tensor:
-        if key not in file.keys():  # noqa: SIM118 (not a dict)
-            raise UserError(f"the checkpoint lacks {key}", where=str(self.folder), mend="resume from another one")
-        return file.get_tensor(key)
-
-    def random_states(self) -> dict[str, Tensor]:
-        """Random states belong to ranks: with another number of ranks each keeps those it was seeded with."""
-        if self.world_size != dist.get_world_size():
-            return {}
-        file = self.files[dist.get_rank()]
-        return {name: self._tensor(file, f"rng/{name}") for name in _rng_states()}
+def _header(trained: Trained) -> ModelHeader:
+    weights = trained.weights
+    return ModelHeader(
+        world_size=dist.get_world_size(),
+        scheduler_steps=trained.scheduler.num_steps,
+        heads=weights.heads,
+        vocab_size=weights.vocab_size,
+        dtype=_torch_name(weights.dtype),
+        plan=tuple((spec.name, tuple(spec.shape), _torch_name(spec.dtype)) for spec in weights.plan()),
+    )
 
 
-def _owned(weights: WeightMap, optimizer: MegatronOptimizer) -> list[tuple[Any, Placed, int, int]]:
-    """(optimizer, parameter, begin, end): the elements whose state this data-parallel rank holds."""
+def _torch_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _part(placed: Placed) -> Part:
+    rule = placed.rule
+    rank = 0 if placed.cut_along is None else placed.cut_group.rank()
+    return Part(rule.hf, rule.kind, placed.cut_along, rank, placed.parts, tuple(placed.parameter.shape))
+
+
+def _owned(weights: WeightMap, optimizer: MegatronOptimizer) -> Iterator[Owned]:
     by_parameter = {placed.parameter: placed for placed in weights.placed.values()}
-    owned = []
     for part in distributed_optimizers(optimizer):
         for parameter in part.model_param_group_index_map:
             span = part._get_model_param_range_map(parameter)["param"]
-            owned.append((part, by_parameter[parameter], span.start, span.end))
-    return owned
+            yield Owned(by_parameter[parameter], part, span.start, span.end)
+    for parameter, placed in by_parameter.items():
+        if not parameter.requires_grad:
+            yield Owned(placed, None, 0, parameter.numel())
+
+
+def _first_of_copies(weights: WeightMap, placed: Placed) -> bool:
+    """Whether this rank is the first of the data-parallel ranks that hold a frozen parameter."""
+    is_expert = placed.cut_group is weights.groups.expt_tp
+    return (weights.groups.expt_dp if is_expert else weights.groups.dp_cp).rank() == 0
+
+
+def _writes_whole_copies(trained: Trained) -> bool:
+    """Whether this rank is the first of those that hold the same layers."""
+    groups = trained.weights.groups
+    return groups.dp_cp.rank() == 0 and groups.tp.rank() == 0
+
+
+def _buffers(chunks: list[GPTModel]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that training changes and that are no parameters, such as the router's expert bias, equal on every rank
+    that holds the layer."""
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            persistent = layer.state_dict(keep_vars=True)
+            for name, buffer in layer.named_buffers():
+                if name in persistent:
+                    yield f"decoder.layers.{layer.layer_number - 1}.{name}", buffer
 
 
 def _steps(part: Any, held: dict[str, Tensor]) -> int:
@@ -239,6 +281,13 @@ def _rng_states() -> dict[str, Tensor]:
     return states | {f"tracker/{name}": state.cpu() for name, state in tracker.items()}
 
 
+def _saved_rng_states(saved: SavedState) -> dict[str, Tensor]:
+    """Random states belong to ranks: with another number of ranks each keeps those it was seeded with."""
+    if saved.model.world_size != dist.get_world_size():
+        return {}
+    return {name: saved.tensor(dist.get_rank(), f"rng/{name}") for name in _rng_states()}
+
+
 def _set_rng_states(states: dict[str, Tensor]) -> None:
     if not states:
         return
@@ -248,7 +297,3 @@ def _set_rng_states(states: dict[str, Tensor]) -> None:
     prefix = "tracker/"
     tracked = {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}
     tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
-
-
-def _file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"

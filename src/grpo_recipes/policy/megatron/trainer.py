@@ -86,6 +86,9 @@ class MegatronPolicy:
         self.optimizer = build_optimizer(self.model, policy)
         self.scheduler = build_scheduler(self.optimizer, policy, total_optimizer_steps)
         self.built.config.grad_scale_func = self.optimizer.scale_loss
+        self._checkpoints = checkpoint.CheckpointWriter(
+            checkpoint.Trained(self.weights, self.built.chunks, self.model, self.optimizer, self.scheduler)
+        )
         self._reference = self._copy_weights("cpu") if needs_reference else None
 
     # -- the contract -------------------------------------------------------------------------------------------
@@ -128,11 +131,17 @@ class MegatronPolicy:
     def weight_buckets(self) -> Iterator[dict[str, Tensor]]:
         return self.weights.buckets()
 
-    def save(self, folder: Path) -> None:
-        checkpoint.save(folder, self.weights, self.optimizer, self.scheduler)
+    def save(self, folder: Path) -> dict[str, str]:
+        return self._checkpoints.save(folder)
+
+    def start_save(self, folder: Path) -> None:
+        self._checkpoints.start(folder)
+
+    def finish_save(self, *, wait: bool) -> dict[str, str] | None:
+        return self._checkpoints.finish(wait=wait)
 
     def load(self, folder: Path) -> None:
-        checkpoint.load(folder, self.weights, self.model, self.optimizer, self.scheduler)
+        checkpoint.load(folder, self._checkpoints.trained)
 
     def export(self, folder: Path) -> None:
         tensors = (item for bucket in self.weight_buckets() for item in bucket.items())
