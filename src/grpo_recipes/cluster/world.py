@@ -16,6 +16,13 @@ class World:
     device: Literal["cpu", "cuda"]
 
 
+def find_world(cluster: ClusterConfig) -> World:
+    """`world_of` for this machine. Starts nothing on a GPU."""
+    import torch
+
+    return world_of(cluster, torch.cuda.device_count())
+
+
 def world_of(cluster: ClusterConfig, gpus: int) -> World:
     """The processes asked for, on a machine with so many GPUs.
 
@@ -35,19 +42,19 @@ def world_of(cluster: ClusterConfig, gpus: int) -> World:
     return World(size, "cuda" if size == 1 and gpus else "cpu")
 
 
-def start_workers(factory: WorkerFactory, cluster: ClusterConfig) -> WorkerGroup:
+def start_workers(factory: WorkerFactory, world: World, threads: int | None) -> WorkerGroup:
     """One worker in this process, or several each in its own. In the second case this process never touches a GPU.
 
-    Raises:
-        UserError: the machine has fewer GPUs than asked for; whatever the factory raises.
-    """
-    import torch
+    Args:
+        threads: of each worker's tensor operations; default: its share of the cores.
 
-    world = world_of(cluster, torch.cuda.device_count())  # by NVML, which starts nothing on a GPU
+    Raises:
+        Whatever the factory raises.
+    """
     if world.size == 1:
         from grpo_recipes.cluster.inline import InlineGroup
 
-        return InlineGroup(factory, device=world.device, threads=cluster.cpu_threads)
+        return InlineGroup(factory, device=world.device, threads=threads)
     from grpo_recipes.cluster.process import ProcessGroup
 
-    return ProcessGroup(factory, world.size, device=world.device, threads=cluster.cpu_threads)
+    return ProcessGroup(factory, world.size, device=world.device, threads=threads)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from grpo_recipes.cluster.contract import WorkerGroup
-from grpo_recipes.engine.packing import assign_ranks
-from grpo_recipes.engine.worker import Microbatches
+from grpo_recipes.engine.packing import Microbatches, PackingStats, Strategy, cut_evenly, packing_stats, share
 from grpo_recipes.generation.contract import Completion, Request
-from grpo_recipes.policy.contract import Batch, Loss, TrainStats, WeightSpec, empty_batch
+from grpo_recipes.policy.contract import Batch, Loss, Replica, TrainStats, empty_batch
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Cut = Callable[[Sequence[int]], Microbatches]
-
+T = TypeVar("T")
 POLL = 64  # completions fetched per call
 
 
@@ -34,34 +30,42 @@ class PolicyGroup:
     """All ranks of a policy.
 
     Args:
-        workers: one `Worker` per rank, every rank a data-parallel one.
-        cut_train, cut_logprob: from the lengths of a rank's sequences to its microbatches of indices.
+        workers: one `Worker` per rank. The ranks of a replica of the model work on the same sequences.
+        train_strategy, logprob_strategy: which sequences run together.
     """
 
-    def __init__(self, workers: WorkerGroup, *, cut_train: Cut, cut_logprob: Cut) -> None:
+    def __init__(self, workers: WorkerGroup, *, train_strategy: Strategy, logprob_strategy: Strategy) -> None:
         self.workers = workers
-        self.data_parallel = workers.world_size
-        self.cut_train, self.cut_logprob = cut_train, cut_logprob
+        self.replicas: list[Replica] = workers.call("replica")  # by rank
+        self.data_parallel, self.multiple = self.replicas[0].data_size, self.replicas[0].microbatch_multiple
+        self.train_strategy, self.logprob_strategy = train_strategy, logprob_strategy
 
-    def load_batch(self, batch: Batch, optimizer_steps: Sequence[Sequence[int]]) -> None:
+    def load_batch(self, batch: Batch, optimizer_steps: Sequence[Sequence[int]]) -> PackingStats:
         """Give each data-parallel rank its sequences, and decide every microbatch of the coming step."""
         lengths = batch.lengths.tolist()
         members: list[list[int]] = [[] for _ in range(self.data_parallel)]
         self._train: list[list[Microbatches]] = []  # [optimizer step][rank]
         for step in optimizer_steps:
-            shares = assign_ranks([lengths[s] for s in step], self.data_parallel)
-            local_steps = []
-            for rank, share in enumerate(shares):
-                first = len(members[rank])
-                members[rank] += [step[s] for s in share]
-                bins = self.cut_train([lengths[step[s]] for s in share])
-                local_steps.append([[first + i for i in bin_] for bin_ in bins])
-            self._train.append(same_number(local_steps))
-        self._logprob = same_number([self.cut_logprob([lengths[s] for s in m]) for m in members])
-        self.workers.scatter("load_batch", [(batch.select(m) if m else empty_batch(),) for m in members])
+            shares = share([lengths[s] for s in step], self.data_parallel, self.train_strategy, self.multiple)
+            shares = [[step[i] for i in part] for part in shares]
+            cuts = cut_evenly([[lengths[s] for s in part] for part in shares], self.train_strategy, self.multiple)
+            first = [len(m) for m in members]
+            self._train.append([[[f + i for i in bin_] for bin_ in c] for f, c in zip(first, cuts, strict=True)])
+            for rank, part in enumerate(shares):
+                members[rank] += part
+        local = [[lengths[s] for s in m] for m in members]
+        self._logprob = cut_evenly(local, self.logprob_strategy, self.multiple)
+        parts = [batch.select(m) if m else empty_batch() for m in members]
+        self.workers.scatter(  # one rank of each replica is sent its tokens, and hands them on
+            "load_batch",
+            [(parts[r.data_rank] if rank == r.ranks[0] else None,) for rank, r in enumerate(self.replicas)],
+        )
+        steps = [[[[n[i] for i in b] for b in c] for n, c in zip(local, cuts, strict=True)] for cuts in self._train]
+        return packing_stats(steps, self.train_strategy, empty=len(empty_batch().token_ids))
 
     def compute_logprobs(self) -> Mismatch:
-        sums = self.workers.scatter("compute_logprobs", [(m,) for m in self._logprob])
+        found = self.workers.scatter("compute_logprobs", [(m,) for m in self._by_rank(self._logprob)])
+        sums = [found[rank] for rank, replica in enumerate(self.replicas) if rank == replica.ranks[0]]
         tokens = sum(s["tokens"] for s in sums)
         return Mismatch(
             token_mult_prob_error=sum(s["mult_prob_error"] for s in sums) / tokens,
@@ -70,11 +74,14 @@ class PolicyGroup:
         )
 
     def compute_reference_logprobs(self) -> None:
-        self.workers.scatter("compute_reference_logprobs", [(m,) for m in self._logprob])
+        self.workers.scatter("compute_reference_logprobs", [(m,) for m in self._by_rank(self._logprob)])
 
     def train(self, step: int, loss: Loss) -> TrainStats:
         """One optimizer step of the loaded batch; the ranks agree on the result."""
-        return self.workers.scatter("train", [(m, loss) for m in self._train[step]])[0]
+        return self.workers.scatter("train", [(m, loss) for m in self._by_rank(self._train[step])])[0]
+
+    def _by_rank(self, per_replica: Sequence[T]) -> list[T]:
+        return [per_replica[replica.data_rank] for replica in self.replicas]
 
     def save(self, folder: Path) -> None:
         self.workers.call("save", folder)
@@ -86,44 +93,42 @@ class PolicyGroup:
         self.workers.call("export", folder)
 
     def describe(self) -> dict[str, str]:
-        return self.workers.call("describe")[0]
+        """What was chosen where there was a choice, for the manifest."""
+        return {**self.workers.call("describe")[0], "processes": str(self.workers.world_size)}
+
+    def gpus(self) -> list[str]:
+        """The name of each rank's GPU; none on CPUs."""
+        return [name for name in self.workers.call("gpu") if name]
 
     def peak_memory(self) -> int:
         return max(self.workers.call("peak_memory"))
 
 
-def same_number(per_rank: list[Microbatches]) -> list[Microbatches]:
-    """Append empty microbatches until every rank has as many as the longest (and at least one)."""
-    most = max(1, *(len(bins) for bins in per_rank))
-    return [bins + [[]] * (most - len(bins)) for bins in per_rank]
-
-
 class EmbeddedGenerator:
-    """The Generator contract over samplers that live in the trainer's workers and share its weights: no refit copy."""
+    """The Generator contract over samplers that live in the trainer's workers, one on every rank."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
 
     def submit(self, requests: Sequence[Request]) -> None:
-        size = self.workers.world_size
-        self.workers.scatter("submit", [(requests[rank::size],) for rank in range(size)])
+        """Each rank gets consecutive requests: samples of one prompt are read together."""
+        size, count = self.workers.world_size, len(requests)
+        bounds = [count * rank // size for rank in range(size + 1)]
+        self.workers.scatter("submit", [(requests[start:stop],) for start, stop in pairwise(bounds)])
 
     def completions(self) -> Iterator[Completion]:
         while found := [c for part in self.workers.call("poll", POLL) for c in part]:
             yield from found
+
+    def refit(self, version: int) -> None:
+        """Bring the trainer's weights to the samplers, as this version. No tensor passes through the driver."""
+        self.workers.call("refit", version)
 
     def pause(self) -> None:
         self.workers.call("pause")
 
     def resume(self, version: int) -> None:
         self.workers.call("resume", version)
-
-    def take_version(self, version: int) -> None:
-        """The trainer's weights are the sampler's: a refit is only told."""
-        self.workers.call("take_version", version)
-
-    def update_weights(self, plan: Sequence[WeightSpec], buckets: Iterator[dict[str, Tensor]], version: int) -> None:
-        self.take_version(version)
 
     def sleep(self) -> None:
         self.workers.call("sleep")

@@ -78,8 +78,6 @@ def record_manifest(
     Raises:
         UserError: model, tokenizer or data have changed since the run began.
     """
-    import torch
-
     if attempt > 1 and folder.manifest_path.exists():
         manifest = read_manifest(folder)
         changed = [name for name, digest in inputs.items() if manifest["inputs"].get(name) != digest]
@@ -104,9 +102,8 @@ def record_manifest(
         backends={
             **parts.policy.describe(),
             "generation": resolved.recipe.policy.generation.backend,
-            "threads": str(torch.get_num_threads()),
         },
-        gpus=[torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+        gpus=parts.policy.gpus(),
     )
     write_manifest(folder, manifest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,18 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cluster.contract import Placement
-from grpo_recipes.cluster.inline import InlineGroup
+from grpo_recipes.cluster.world import find_world, start_workers
 from grpo_recipes.data.dataset import Dataset, load_datasets
 from grpo_recipes.data.prompts import encode_dataset, encode_text
 from grpo_recipes.data.tokenizer import chat_template_digest, load_tokenizer, tokenizer_digest
 from grpo_recipes.engine.losses import cross_entropy_loss, policy_loss
-from grpo_recipes.engine.packing import chunk, pack
+from grpo_recipes.engine.packing import Counted, Packed, Similar, Strategy
 from grpo_recipes.engine.parts import Parts, Prompts
-from grpo_recipes.engine.policy_group import Cut, EmbeddedGenerator, PolicyGroup
+from grpo_recipes.engine.policy_group import EmbeddedGenerator, PolicyGroup
 from grpo_recipes.engine.worker import Worker
 from grpo_recipes.environments.factory import make_environment
 from grpo_recipes.errors import UserError
+from grpo_recipes.policy.alignment import alignment
 from grpo_recipes.policy.contract import Loss
+from grpo_recipes.recipe.model_flops import model_shape, sequence_cost
 from grpo_recipes.recipe.model_folder import ModelFacts, check_model
 from grpo_recipes.recipe.schema import PolicyConfig, Recipe
 from grpo_recipes.runs.files import folder_sha256
@@ -36,8 +39,7 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
     Raises:
         UserError: model, tokenizer, data or environment cannot be used.
     """
-    import torch
-
+    world = find_world(recipe.cluster)
     facts = check_model(recipe.policy)
     environment = make_environment(recipe.env, recipe.data)  # first: its processes start while the rest is loaded
     try:
@@ -49,7 +51,6 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
             check_answers(train, tokenizer, recipe.policy.max_total_sequence_length)
         last = last_step(recipe, len(train))
         policy = recipe.policy
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         factory = partial(
             make_worker,
             policy=policy,
@@ -59,14 +60,10 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
             needs_reference=recipe.loss_fn.reference_policy_kl_penalty > 0,
             seed=recipe.plan.seed,
         )
-        with InlineGroup(factory, device=device, threads=recipe.cluster.cpu_threads) as workers:
+        with start_workers(factory, world, recipe.cluster.cpu_threads) as workers:
             generator = EmbeddedGenerator(workers)
-            packing = policy.sequence_packing
-            group = PolicyGroup(
-                workers,
-                cut_train=make_cut(policy, packing.train_mb_tokens, policy.train_micro_batch_size),
-                cut_logprob=make_cut(policy, packing.logprob_mb_tokens, policy.logprob_batch_size),
-            )
+            train_strategy, logprob_strategy = make_strategies(policy, facts.folder)
+            group = PolicyGroup(workers, train_strategy=train_strategy, logprob_strategy=logprob_strategy)
             parts = Parts(
                 recipe=recipe,
                 tokenizer=tokenizer,
@@ -77,7 +74,7 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
                 generator=generator,
                 policy=group,
                 loss=make_loss(recipe),
-                refit=generator.take_version,
+                refit=generator.refit,
                 check_stop=check_stop,
             )
             yield parts, last, input_digests(facts, tokenizer, train_rows, validation_rows)
@@ -118,6 +115,7 @@ def make_worker(
 ) -> Worker:
     from grpo_recipes.generation.megatron.sampler import MegatronSampler
     from grpo_recipes.policy.megatron.trainer import MegatronPolicy
+    from grpo_recipes.policy.megatron.whole_model import WholeModel, is_split
 
     trainer = MegatronPolicy(
         policy,
@@ -127,20 +125,37 @@ def make_worker(
         needs_reference=needs_reference,
         seed=seed,
     )
+    copy = WholeModel(policy, model_folder) if is_split(policy.megatron_cfg) else None
     sampler = MegatronSampler(
-        trainer.decoder,
+        copy.decoder if copy else trainer.decoder,
         max_batch_size=policy.generation.max_batch_size,
         max_positions=max_positions,
+        take_weights=copy.take if copy else None,
         device=placement.device,
     )
-    return Worker(trainer, sampler)
+    sampler.update_weights(trainer.weight_plan(), trainer.weight_buckets(), version=0)
+    return Worker(trainer, sampler, "copy" if copy else "shared")
 
 
-def make_cut(policy: PolicyConfig, tokens: int | None, sequences: int) -> Cut:
-    """How a rank's sequences become microbatches: packed up to so many tokens, or a number of sequences each."""
-    if not policy.sequence_packing.enabled:
-        return partial(chunk, size=sequences)
-    return partial(pack, capacity=tokens or policy.max_total_sequence_length * sequences)
+def make_strategies(policy: PolicyConfig, model_folder: Path) -> tuple[Strategy, Strategy]:
+    """Which sequences run together in training, and in logprob passes."""
+    cfg, packing, dynamic = policy.megatron_cfg, policy.sequence_packing, policy.dynamic_batching
+    align = alignment(cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.sequence_parallel)
+    shape = model_shape(json.loads((model_folder / "config.json").read_text(encoding="utf-8")))
+    cost = partial(sequence_cost, shape=shape)
+
+    def strategy(sequences: int, packed_tokens: int | None, dynamic_tokens: int | None) -> Strategy:
+        default = policy.max_total_sequence_length * sequences
+        if packing.enabled:
+            return Packed(packed_tokens or default, align, cost, pipeline=cfg.pipeline_model_parallel_size > 1)
+        if dynamic.enabled:
+            return Similar(dynamic_tokens or default, dynamic.sequence_length_round, align, cost)
+        return Counted(sequences, align, cost)
+
+    return (
+        strategy(policy.train_micro_batch_size, packing.train_mb_tokens, dynamic.train_mb_tokens),
+        strategy(policy.logprob_batch_size, packing.logprob_mb_tokens, dynamic.logprob_mb_tokens),
+    )
 
 
 def make_loss(recipe: Recipe) -> Loss:

@@ -1,35 +1,42 @@
-"""What runs on every rank: a trainer, its share of the current batch, and, if generation is embedded, a sampler."""
+"""What runs on every rank: a trainer, its replica's share of the current batch, and the embedded sampler."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from grpo_recipes.engine.packing import Microbatches
 from grpo_recipes.engine.phases import peak_memory, reset_peak_memory
-from grpo_recipes.generation.contract import Completion, Generator, Request
-from grpo_recipes.policy.contract import Batch, Loss, Policy, TrainStats, empty_batch
-
-# One optimizer step of one rank: microbatches, each a list of indices into the rank's batch.
-Microbatches = list[list[int]]
+from grpo_recipes.generation.contract import Completion, Request, Sampler
+from grpo_recipes.policy.contract import Batch, Loss, Policy, Replica, TrainStats, empty_batch
 
 
 class Worker:
-    """Driven by calls from the driver, the same on every rank. The logprobs of a batch stay here."""
+    """Driven by calls from the driver, the same on every rank. The logprobs of a batch stay here.
 
-    def __init__(self, policy: Policy, sampler: Generator) -> None:
+    Args:
+        sampler_weights: "shared" with the trainer's model, or those of a "copy"; for the manifest.
+    """
+
+    def __init__(self, policy: Policy, sampler: Sampler, sampler_weights: Literal["shared", "copy"]) -> None:
         self.policy = policy
-        self.sampler = sampler
+        self.sampler, self.sampler_weights = sampler, sampler_weights
 
     # -- training -----------------------------------------------------------------------------------------------
-    def load_batch(self, batch: Batch) -> None:
-        self.batch = batch
+    def replica(self) -> Replica:
+        return self.policy.replica
+
+    def load_batch(self, batch: Batch | None) -> None:
+        """The share of this rank's replica; None where another rank of it is sent the batch."""
+        self.batch = self.policy.share(batch)
 
     def compute_logprobs(self, microbatches: Microbatches) -> dict[str, float]:
-        """Fill old_logprobs, and say how far they are from the sampler's (sums over this rank's generated tokens)."""
+        """Fill old_logprobs, and say how far they are from the sampler's (sums over the replica's generated tokens)."""
         old = self._per_token(microbatches, self.policy.logprobs)
         self.batch = self.batch.with_logprobs(old=old)
         return mismatch_sums(old[self.batch.mask], self.batch.sampler_logprobs[self.batch.mask])
@@ -53,7 +60,7 @@ class Worker:
         # A rank without work holds one sequence that is in no microbatch.
         return torch.cat([per_sequence.get(s, torch.zeros(lengths[s])) for s in range(len(lengths))])
 
-    # -- generation on the trainer's own model -------------------------------------------------------------------
+    # -- generation ----------------------------------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
         self.sampler.submit(requests)
 
@@ -64,8 +71,8 @@ class Worker:
     def resume(self, version: int) -> None:
         self.sampler.resume(version)
 
-    def take_version(self, version: int) -> None:
-        self.sampler.update_weights((), iter(()), version)
+    def refit(self, version: int) -> None:
+        self.sampler.update_weights(self.policy.weight_plan(), self.policy.weight_buckets(), version)
 
     def pause(self) -> None:
         self.sampler.pause()
@@ -87,7 +94,15 @@ class Worker:
         self.policy.export(folder)
 
     def describe(self) -> dict[str, str]:
-        return self.policy.describe()
+        return {
+            **self.policy.describe(),
+            "sampler_weights": self.sampler_weights,
+            "threads": str(torch.get_num_threads()),
+        }
+
+    def gpu(self) -> str:
+        """Its name; empty on a CPU."""
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
     def peak_memory(self) -> int:
         """Bytes at the highest point since the last call."""
