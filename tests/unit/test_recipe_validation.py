@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from grpo_recipes.errors import UserError
-from grpo_recipes.recipe.checks import parallel_problems
 from grpo_recipes.recipe.compose import resolve
 
 
@@ -98,11 +97,21 @@ def test_all_mistakes_at_once() -> None:
         (["data.max_input_seq_length=93"], "policy.max_total_sequence_length: 96 tokens cannot hold"),
         (["policy.sequence_packing.train_mb_tokens=95"], "policy.sequence_packing.train_mb_tokens: a microbatch of 95"),
         (["policy.sequence_packing.logprob_mb_tokens=95"], "policy.sequence_packing.logprob_mb_tokens: a microbatch"),
+        (
+            ["policy.dynamic_batching.enabled=true"],
+            "policy.sequence_packing.enabled, policy.dynamic_batching.enabled: both are true",
+        ),
+        (
+            [
+                "policy.sequence_packing.enabled=false",
+                "policy.dynamic_batching.enabled=true",
+                "policy.dynamic_batching.train_mb_tokens=95",
+            ],
+            "policy.dynamic_batching.train_mb_tokens: a microbatch of 95",
+        ),
         (["policy.megatron_cfg.sequence_parallel=true"], "policy.megatron_cfg.sequence_parallel: splits"),
-        (["policy.megatron_cfg.tensor_model_parallel_size=2"], "this version trains in one process"),
-        (["policy.megatron_cfg.expert_model_parallel_size=2"], "this version trains in one process"),
-        (["cluster.num_nodes=2"], "cluster.num_nodes x cluster.gpus_per_node: 2 asks for more than one process"),
-        (["cluster.gpus_per_node=8"], "8 asks for more than one process"),
+        (["policy.megatron_cfg.tensor_model_parallel_size=2"], "x context_parallel_size 1 need groups of 2 processes"),
+        (["policy.megatron_cfg.fp8=hybrid"], "needs TransformerEngine, which needs a GPU"),
         (["data.train.task=null"], "data.train.task: is missing: dataset_name reasoning_gym needs it"),
         (["data.train.size=null"], "data.train.size: is missing"),
         (["data.train.path=x"], "data.train.path: means nothing to dataset_name reasoning_gym"),
@@ -162,31 +171,3 @@ def test_held_out_rows_are_disjoint(seed: int, overlap: bool) -> None:
         assert "they overlap" in error_of(*overrides)
     else:
         resolve("tiny_arith", overrides)
-
-
-def parallel(*overrides: str) -> list[str]:
-    """What would be said of a layout if the engine could run 64 processes."""
-    recipe = resolve("tiny_arith", TINY).recipe.model_dump()
-    from grpo_recipes.recipe.schema import Recipe
-
-    for override in overrides:
-        path, _, value = override.partition("=")
-        at = recipe
-        *parents, last = path.split(".")
-        for key in parents:
-            at = at[key]
-        at[last] = int(value)
-    return [problem.message for problem in parallel_problems(Recipe.model_validate(recipe), max_world_size=64)]
-
-
-def test_parallel_sizes_against_the_cluster() -> None:
-    cfg = "policy.megatron_cfg"
-    assert parallel("cluster.gpus_per_node=8", f"{cfg}.tensor_model_parallel_size=4") == []
-    assert (
-        parallel("cluster.gpus_per_node=8", f"{cfg}.tensor_model_parallel_size=4", f"{cfg}.context_parallel_size=2")
-        == []
-    )
-    assert "groups of 3 devices" in parallel("cluster.gpus_per_node=8", f"{cfg}.tensor_model_parallel_size=3")[0]
-    assert "groups of 16 devices" in parallel("cluster.gpus_per_node=8", f"{cfg}.pipeline_model_parallel_size=16")[0]
-    assert "expert x expert tensor" in parallel("cluster.gpus_per_node=8", f"{cfg}.expert_model_parallel_size=3")[0]
-    assert parallel("cluster.num_nodes=2", "cluster.gpus_per_node=8", f"{cfg}.expert_model_parallel_size=16") == []

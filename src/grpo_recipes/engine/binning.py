@@ -10,6 +10,7 @@ Bins = list[list[int]]
 
 EVEN = 0.002  # excess of the costliest group over the mean at which evening out ends
 TRIES = 12  # exchanges between two groups that are tried for a fit
+MOST_LOOKED_AT = 128  # items that a bin's best subset is sought among
 
 
 def longest_first(sizes: Sequence[int]) -> list[int]:
@@ -55,21 +56,22 @@ def fullest(sizes: Sequence[int], capacity: int) -> Bins:
     """Fill one bin after the other as full as can be: the largest item left and the best subset of the others.
 
     The subset is exact: bit s of an integer says that some items sum to s. Caprara and Pferschy (2004) bound this
-    heuristic's bins.
+    heuristic's bins. Of very many others, some of every size are looked at: they fill a bin as well.
     """
     left, bins = longest_first(sizes), []
     within = (1 << (capacity + 1)) - 1
     while left:
-        reach = [1 << sizes[left[0]]]
-        for index in left[1:]:
+        some = left[:: -(-len(left) // MOST_LOOKED_AT)]
+        reach = [1 << sizes[some[0]]]
+        for index in some[1:]:
             reach.append((reach[-1] | reach[-1] << sizes[index]) & within)
             if reach[-1] >> capacity:
                 break  # nothing is fuller than full
-        total, members = reach[-1].bit_length() - 1, [left[0]]
+        total, members = reach[-1].bit_length() - 1, [some[0]]
         for n in range(len(reach) - 1, 0, -1):
             if not reach[n - 1] >> total & 1:
-                members.append(left[n])
-                total -= sizes[left[n]]
+                members.append(some[n])
+                total -= sizes[some[n]]
         bins.append(members)
         taken = set(members)
         left = [i for i in left if i not in taken]

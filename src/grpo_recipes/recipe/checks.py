@@ -103,15 +103,26 @@ def _lengths(recipe: Recipe) -> Iterator[Problem]:
             f"and policy.generation.max_new_tokens {policy.generation.max_new_tokens}",
             f"set it to at least {data.max_input_seq_length + policy.generation.max_new_tokens}, or shorten the others",
         )
-    packing = policy.sequence_packing
-    for name in ("train_mb_tokens", "logprob_mb_tokens"):
-        tokens = getattr(packing, name)
-        if packing.enabled and tokens is not None and tokens < total:
-            yield Problem(
-                f"policy.sequence_packing.{name}",
-                f"a microbatch of {tokens} tokens cannot hold a sequence of max_total_sequence_length {total}",
-                f"set it to at least {total}",
-            )
+    yield from _microbatches(policy)
+
+
+def _microbatches(policy: PolicyConfig) -> Iterator[Problem]:
+    packing, dynamic, total = policy.sequence_packing, policy.dynamic_batching, policy.max_total_sequence_length
+    if packing.enabled and dynamic.enabled:
+        yield Problem(
+            "policy.sequence_packing.enabled, policy.dynamic_batching.enabled",
+            "both are true, and microbatches are made in one way",
+            "set one of them to false",
+        )
+    for section, config in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
+        for name in ("train_mb_tokens", "logprob_mb_tokens"):
+            tokens = getattr(config, name)
+            if config.enabled and tokens is not None and tokens < total:
+                yield Problem(
+                    f"policy.{section}.{name}",
+                    f"a microbatch of {tokens} tokens cannot hold a sequence of max_total_sequence_length {total}",
+                    f"set it to at least {total}",
+                )
 
 
 def parallel_problems(recipe: Recipe, max_world_size: int = MAX_WORLD_SIZE) -> Iterator[Problem]:

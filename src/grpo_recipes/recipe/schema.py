@@ -64,13 +64,24 @@ class LossConfig(Section):
 
 
 class SequencePackingConfig(Section):
-    """enabled: microbatches hold up to so many tokens. Else they hold train_micro_batch_size (logprob_batch_size)
-    sequences, whatever their lengths. Either way sequences lie end to end and nothing is padded."""
+    """enabled: microbatches hold up to so many tokens. Without it and without dynamic batching they hold
+    train_micro_batch_size (logprob_batch_size) sequences, whatever their lengths. Sequences always lie end to end,
+    padded only as far as parallelism asks for (policy/alignment.py)."""
 
     enabled: bool = True
     # Tokens per packed microbatch; default: max_total_sequence_length x the micro batch size of training or logprobs.
     train_mb_tokens: PositiveInt | None = None
     logprob_mb_tokens: PositiveInt | None = None
+
+
+class DynamicBatchingConfig(Section):
+    """enabled: instead of packing, microbatches hold sequences of similar length, so many that their number x the
+    longest length, rounded up, is at most so many tokens."""
+
+    enabled: bool = False
+    train_mb_tokens: PositiveInt | None = None  # defaults as for packing
+    logprob_mb_tokens: PositiveInt | None = None
+    sequence_length_round: PositiveInt = 64  # tokens
 
 
 class TokenizerConfig(Section):
@@ -119,6 +130,7 @@ class PolicyConfig(Section):
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     max_grad_norm: PositiveFloat = 1.0
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     megatron_cfg: MegatronConfig = MegatronConfig()
     generation: GenerationConfig
 
@@ -167,6 +179,7 @@ class EnvConfig(Section):
 
 class CheckpointingConfig(Section):
     enabled: bool = True
+    async_save: bool = False  # write in the background: a step waits for a copy to host memory, which is kept
     save_period: PositiveInt = 10
     keep_last: PositiveInt = 2
     keep_top_k: NonNegativeInt = 1
