@@ -294,7 +294,7 @@ def test_what_the_recipe_sets_reaches_megatron(llama):
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
-        ({"context_parallel_size": 2}, "context parallelism is not in this version"),
+        ({"context_parallel_size": 2}, "does not divide 1 process"),
         ({"tensor_model_parallel_size": 2}, "does not divide 1 process"),
         ({"optimizer": {"lr": 1e-3, "use_distributed_optimizer": False}}, "use_distributed_optimizer"),
         ({"recompute_granularity": "nonsense"}, "policy.megatron_cfg"),

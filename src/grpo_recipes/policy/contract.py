@@ -118,11 +118,29 @@ class WeightSpec:
     bucket: int  # index of the bucket that carries it
 
 
+@dataclass(frozen=True)
+class Replica:
+    """The copy of the model that a rank is part of: one data-parallel rank, whatever its tensor, pipeline and context
+    parallel sizes."""
+
+    data_rank: int
+    data_size: int
+    ranks: tuple[int, ...]  # global ranks that together hold it; the driver ships a batch to the first
+    microbatch_multiple: int = 1  # a pass must have a multiple of so many microbatches (virtual pipeline stages)
+
+
 class Policy(Protocol):
     """One rank of a trainer. Unless said otherwise a method is collective: every rank calls it, in the same order.
 
     `microbatches`: this rank's share; all data-parallel ranks pass the same number (pad with `empty_batch`).
     """
+
+    @property
+    def replica(self) -> Replica:
+        """Not collective."""
+
+    def share(self, batch: Batch | None) -> Batch:
+        """Collective within the replica: its first rank passes the batch, the others None; all get it."""
 
     def train(self, microbatches: Sequence[Batch], loss: Loss) -> TrainStats:
         """Forward, backward and one optimizer step."""

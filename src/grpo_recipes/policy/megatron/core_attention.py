@@ -24,13 +24,14 @@ from grpo_recipes.policy.attention import (
     packed_attention,
     rotate,
 )
+from grpo_recipes.policy.context_parallel import ContextShard
 
 
 @dataclass
 class AttentionInputs(PackedSeqParams):
     """What one forward pass tells every layer; travels in Megatron's packed_seq_params (qkv_format thd)."""
 
-    cos: Tensor = field(kw_only=True)  # [T, 1, D], model dtype
+    cos: Tensor = field(kw_only=True)  # [N, 1, D] for the N tokens held here, model dtype
     sin: Tensor = field(kw_only=True)
     packing: Packing | None = None  # None: decoding, T rows of one token each
     cache: KeyValueCache | None = None
@@ -38,10 +39,14 @@ class AttentionInputs(PackedSeqParams):
 
 
 def packed_inputs(
-    lengths: Tensor, rotary: Rotary, dtype: torch.dtype, cache: KeyValueCache | None = None
+    lengths: Tensor,
+    rotary: Rotary,
+    dtype: torch.dtype,
+    cache: KeyValueCache | None = None,
+    context: ContextShard | None = None,
 ) -> AttentionInputs:
     """For T packed tokens of S sequences; lengths int64 [S] on the CPU."""
-    packing = pack(lengths, rotary.inverse_frequencies.device)
+    packing = pack(lengths, rotary.inverse_frequencies.device, context)
     cos, sin = rotary.at(packing.positions, dtype)
     cu, longest = packing.cu_seqlens, packing.max_length
     return AttentionInputs(
@@ -91,7 +96,7 @@ class CoreAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params: AttentionInputs | None = None,
     ) -> Tensor:
-        """query [T, H, D]; key, value [T, G, D]; returns [T, H * D]."""
+        """query [N, H, D]; key, value [N, G, D]; returns [N, H * D]."""
         inputs = packed_seq_params
         query, key = rotate(query, inputs.cos, inputs.sin), rotate(key, inputs.cos, inputs.sin)
         if inputs.packing is None:

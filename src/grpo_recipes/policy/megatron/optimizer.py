@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import Router
 
 from grpo_recipes.errors import UserError
-from grpo_recipes.recipe.megatron import dtype_fields, scheduler_arguments
+from grpo_recipes.policy.megatron.config import WHERE, build
+from grpo_recipes.recipe.megatron import scheduler_arguments
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -21,20 +22,19 @@ if TYPE_CHECKING:
     from grpo_recipes.policy.megatron.model import BuiltModel
     from grpo_recipes.recipe.schema import PolicyConfig
 
-WHERE = "policy.megatron_cfg"
-
 # It says at every start that it computes the layout of its buffers itself, which is what is wanted.
 logging.getLogger("megatron.core.distributed.distributed_data_parallel").setLevel(logging.ERROR)
 
 
 def wrap_model(built: BuiltModel, policy: PolicyConfig) -> list[DistributedDataParallel]:
     """Every chunk of this rank. Gradients are summed over data-parallel ranks, never averaged (see
-    calculate_per_token_loss in config.py)."""
+    calculate_per_token_loss in config.py). Routers that are frozen get no gradient and no optimizer state."""
+    given = policy.megatron_cfg.distributed_data_parallel_config
     values = {
         "use_distributed_optimizer": True,
         "grad_reduce_in_fp32": True,
         "check_for_nan_in_grad": False,  # the trainer skips such a step instead of dying
-        **policy.megatron_cfg.distributed_data_parallel_config,
+        **given,
     }
     if policy.megatron_cfg.optimizer.get("use_distributed_optimizer") is False:
         raise UserError(
@@ -42,7 +42,9 @@ def wrap_model(built: BuiltModel, policy: PolicyConfig) -> list[DistributedDataP
             where=f"{WHERE}.optimizer.use_distributed_optimizer",
             mend="leave it out; with one data-parallel rank it costs nothing",
         )
-    config = _build(DistributedDataParallelConfig, values, f"{WHERE}.distributed_data_parallel_config")
+    if policy.megatron_cfg.freeze_moe_router:
+        _freeze_routers(built)
+    config = build(DistributedDataParallelConfig, values, f"{WHERE}.distributed_data_parallel_config", given)
     modules = [Float16Module(built.config, c) if built.config.bf16 else c for c in built.chunks]
     # Reductions of later chunks have nothing to overlap with, as in Megatron's own training loop.
     return [DistributedDataParallel(built.config, config, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
@@ -57,10 +59,19 @@ def build_optimizer(model: list[DistributedDataParallel], policy: PolicyConfig) 
         "params_dtype": config.params_dtype,
         "use_distributed_optimizer": model[0].ddp_config.use_distributed_optimizer,
         "overlap_param_gather": model[0].ddp_config.overlap_param_gather,
+        "fp8_recipe": config.fp8_recipe if config.fp8 else None,
+        "min_lr": 0.0,
         **policy.megatron_cfg.optimizer,
     }
-    values.setdefault("min_lr", 0.0)
-    return get_megatron_optimizer(_build(OptimizerConfig, values, f"{WHERE}.optimizer"), model)
+    built = build(OptimizerConfig, values, f"{WHERE}.optimizer", policy.megatron_cfg.optimizer)
+    return get_megatron_optimizer(built, model, use_gloo_process_groups=False)
+
+
+def _freeze_routers(built: BuiltModel) -> None:
+    for chunk in built.chunks:
+        for module in chunk.modules():
+            if isinstance(module, Router):
+                module.requires_grad_(False)
 
 
 def build_scheduler(
@@ -84,12 +95,3 @@ def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOpti
     """The parts of a chained optimizer that hold state on this rank."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
-
-
-def _build(kind: type, values: dict[str, Any], section: str) -> Any:
-    dtypes = dtype_fields(kind.__name__)
-    values = {k: getattr(torch, v) if k in dtypes and isinstance(v, str) else v for k, v in values.items()}
-    try:
-        return kind(**values)
-    except (AssertionError, ValueError) as error:
-        raise UserError(str(error) or "Megatron-Core refuses these values", where=section) from error

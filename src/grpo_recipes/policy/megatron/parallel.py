@@ -10,45 +10,81 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from grpo_recipes.errors import UserError
+from grpo_recipes.policy.context_parallel import ContextShard
+from grpo_recipes.policy.contract import Replica
 
 if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
     from grpo_recipes.recipe.schema import MegatronConfig
 
-
-CURRENT_WIDTHS = {
-    "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size,
-    "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size,
-    "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size,
-    "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size,
-}
+_widths: dict[str, int | None] = {}  # of the groups that stand
 
 
 def initialize(megatron: MegatronConfig, seed: int) -> None:
     """Join the default group (from torchrun's variables, or alone without any port) and lay Megatron's over it.
 
-    Safe to call again with the same widths. Raises UserError where the widths do not fit the number of processes.
+    Collective. Safe to call again, also with other widths. Raises UserError where the widths do not fit the number of
+    processes.
     """
-    if megatron.context_parallel_size > 1:
-        raise UserError(
-            "context parallelism is not in this version",
-            where="policy.megatron_cfg.context_parallel_size",
-            mend="set 1",
-        )
     if not dist.is_initialized():
         _join()
     world = dist.get_world_size()
-    model_parallel = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    widths = {
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": (megatron.model_extra or {}).get(
+            "virtual_pipeline_model_parallel_size"
+        ),
+        "context_parallel_size": megatron.context_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
+    }
+    model_parallel = (
+        megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+    )
     if world % model_parallel:
         raise UserError(
-            f"tensor x pipeline parallel size is {model_parallel}, which does not divide {world} processes",
+            f"tensor x pipeline x context parallel size is {model_parallel}, which does not divide {world} processes",
             where="policy.megatron_cfg",
         )
-    widths = {name: getattr(megatron, name) for name in CURRENT_WIDTHS}
-    # Megatron drops groups without ending their threads, so they are kept where they fit.
-    if not parallel_state.model_parallel_is_initialized() or widths != {n: get() for n, get in CURRENT_WIDTHS.items()}:
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(**widths)
+    if _widths != widths:
+        destroy()
+        parallel_state.initialize_model_parallel(**widths, create_gloo_process_groups=False)
+        _widths.update(widths)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def destroy() -> None:
+    """End every process group but the default one. Megatron forgets its groups without ending their threads."""
+    _widths.clear()
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.GroupMember.WORLD:
+            dist.destroy_process_group(group)
+
+
+def context_shard() -> ContextShard | None:
+    """None without context parallelism."""
+    size = parallel_state.get_context_parallel_world_size()
+    if size == 1:
+        return None
+    return ContextShard(parallel_state.get_context_parallel_rank(), size, parallel_state.get_context_parallel_group())
+
+
+def replica(config: TransformerConfig) -> tuple[Replica, dist.ProcessGroup | None]:
+    """Collective. This rank's replica and the group of its ranks (None for a single rank)."""
+    mine = parallel_state.get_data_parallel_rank()
+    of_rank: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(of_rank, mine)
+    multiple = config.microbatch_group_size_per_vp_stage if config.virtual_pipeline_model_parallel_size else 1
+    group = None
+    for data_rank in range(parallel_state.get_data_parallel_world_size()):
+        ranks = tuple(rank for rank, found in enumerate(of_rank) if found == data_rank)
+        made = dist.new_group(list(ranks)) if len(ranks) > 1 else None  # every rank takes part in making every group
+        if data_rank == mine:
+            found_replica, group = Replica(mine, parallel_state.get_data_parallel_world_size(), ranks, multiple), made
+    return found_replica, group
 
 
 def _join() -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_recipes.policy.alignment import Alignment, alignment
+from grpo_recipes.policy.context_parallel import gather_outputs
 from grpo_recipes.policy.contract import Batch, Loss, LossInputs, TrainStats, WeightSpec
 from grpo_recipes.policy.megatron import cpu
 
@@ -36,6 +38,7 @@ from grpo_recipes.policy.megatron.decode import Decoder  # noqa: E402
 from grpo_recipes.policy.megatron.model import build_model  # noqa: E402
 from grpo_recipes.policy.megatron.optimizer import build_optimizer, build_scheduler, wrap_model  # noqa: E402
 from grpo_recipes.policy.megatron.weights import WeightMap  # noqa: E402
+from grpo_recipes.policy.padding import pad  # noqa: E402
 
 if TYPE_CHECKING:
     from grpo_recipes.recipe.schema import PolicyConfig
@@ -73,6 +76,8 @@ class MegatronPolicy:
             torch.utils.deterministic.fill_uninitialized_memory = False  # Megatron reads none of it, and it takes time
         parallel.initialize(policy.megatron_cfg, seed)
         self.built = build_model(hf, family, policy)
+        self.replica, self._replica_group = parallel.replica(self.built.config)
+        self._context = parallel.context_shard()
         self.weights = WeightMap(self.built, hf, family)
         random = policy.initial_weights == "random"
         self.weights.load(
@@ -92,13 +97,15 @@ class MegatronPolicy:
         self._reference = self._copy_weights("cpu") if needs_reference else None
 
     # -- the contract -------------------------------------------------------------------------------------------
+    def share(self, batch: Batch | None) -> Batch:
+        box = [batch]
+        if self._replica_group is not None:
+            dist.broadcast_object_list(box, self.replica.ranks[0], group=self._replica_group)
+        assert box[0] is not None, "the first rank of the replica has a batch"
+        return box[0]
+
     def train(self, microbatches: Sequence[Batch], loss: Loss) -> TrainStats:
-        for chunk in self.model:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        outputs = self._run(microbatches, loss)
-        total, sums, maxima = _combine(outputs)
+        total, sums, maxima = self.accumulate(microbatches, loss)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         learning_rate = self.learning_rate
@@ -153,6 +160,27 @@ class MegatronPolicy:
                 pass
         dist.barrier()
 
+    # -- for certificates ---------------------------------------------------------------------------------------
+    def accumulate(self, microbatches: Sequence[Batch], loss: Loss) -> tuple[float, dict[str, float], dict[str, float]]:
+        """Forward and backward: loss, sums and maxima of the step, equal on every rank. Gradients stay in the buffers."""
+        for chunk in self.model:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return _combine(self._run(microbatches, loss))
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, Tensor]:
+        """Collective. Whole float32 gradients by Hugging Face name, after `accumulate`."""
+        for chunk in self.model:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                peers = group.intra_distributed_optimizer_instance_group
+                for bucket in group.buckets if peers.size() > 1 else ():
+                    mine = bucket.grad_data.chunk(peers.size())[peers.rank()].clone()  # the rest was not reduced here
+                    dist.all_gather_into_tensor(bucket.grad_data, mine, group=peers)
+        found = self.weights.gather(of=lambda parameter: parameter.main_grad, dtype=torch.float32)
+        return {name: gradient.clone() for name, gradient in found}
+
     # -- for the embedded sampler and the manifest --------------------------------------------------------------
     def decoder(self, *, max_batch_size: int, max_sequence_length: int) -> Decoder:
         """A KV-cache decoder on this policy's own weights."""
@@ -193,23 +221,30 @@ class MegatronPolicy:
         )
 
     def _forward(self, batch: Batch, model: torch.nn.Module, loss: Loss | None) -> tuple[Tensor, Any]:
-        tokens = len(batch.token_ids)
-        token_ids, lengths = self._padded(batch)
-        token_ids = token_ids.to(self.device, non_blocking=True)
-        inputs = packed_inputs(lengths, self.built.rotary, self.built.config.params_dtype)
+        padded = pad(batch.token_ids, batch.lengths, self._alignment)
+        token_ids = padded.token_ids.to(self.device, non_blocking=True)
+        inputs = packed_inputs(padded.lengths, self.built.rotary, self.built.config.params_dtype, context=self._context)
+        packing = inputs.packing
+        next_ids = token_ids.roll(-1)
+        if packing.context is not None:
+            token_ids, next_ids = token_ids[packing.held], next_ids[packing.held]
         output = model(
             token_ids[None],
             None,
             None,
             packed_seq_params=inputs,
             output_processor=self._per_token,
-            output_processor_context=token_ids,
+            output_processor_context=next_ids,
         )
 
         def finish(output: Tensor, non_loss_data: bool = False) -> Any:
+            if packing.context is not None:
+                output = gather_outputs(output, packing.natural, packing.context.group)
             # A prediction belongs to the token after it; the first token of a sequence was predicted by nothing.
-            inside = (inputs.packing.positions > 0)[None]
-            aligned = torch.nn.functional.pad(output, (1, 0)).masked_fill(~inside, 0.0)[:, :tokens]
+            first = padded.first.to(self.device, non_blocking=True)
+            aligned = output.roll(1, -1).masked_fill(first, 0.0)
+            if padded.real is not None:
+                aligned = aligned[:, padded.real.to(self.device, non_blocking=True)]
             if non_loss_data:
                 return aligned[0].detach()
             found = loss(LossInputs(aligned[0], aligned[1], _to(batch, self.device)))
@@ -218,25 +253,27 @@ class MegatronPolicy:
 
         return output, finish
 
-    def _padded(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sequence parallelism cuts the pack evenly: fill it up with one more sequence, which nothing looks at."""
+    @property
+    def _alignment(self) -> Alignment:
         config = self.built.config
-        gap = -len(batch.token_ids) % config.tensor_model_parallel_size if config.sequence_parallel else 0
-        if not gap:
-            return batch.token_ids, batch.lengths
-        return torch.nn.functional.pad(batch.token_ids, (0, gap)), torch.cat((batch.lengths, torch.tensor([gap])))
+        return alignment(
+            tensor_parallel=config.tensor_model_parallel_size,
+            context_parallel=config.context_parallel_size,
+            sequence_parallel=config.sequence_parallel,
+        )
 
     def _per_token(
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Any, context: Tensor, **_: Any
     ) -> Tensor:
-        """float32 [2, T - 1]: logprob and entropy of the token after each of the first T - 1, in place of the logits."""
+        """float32 [2, N]: logprob of the token after each, int64 [N], and entropy, in place of the logits. What the last
+        token of a sequence says of the next sequence is masked later."""
         logits, _ = output_layer(hidden_states, weight=output_weight)
         group = parallel_state.get_tensor_model_parallel_group()
         start = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
         real = max(0, min(logits.shape[-1], self.built.vocab_size - start))
         return logprobs_and_entropy(
-            logits[:-1, 0, :real],
-            context[1:],
+            logits[:, 0, :real],
+            context,
             self.temperature,
             vocab_start=start,
             group=group if group.size() > 1 else None,
