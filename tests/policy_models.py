@@ -68,7 +68,8 @@ def write_model(
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values | FAMILIES[family] | config))
+    hf = AutoConfig.for_model(family, **values | FAMILIES[family] | config)
+    model = AutoModelForCausalLM.from_config(hf, experts_implementation="eager")  # the only one in float64
     with torch.no_grad():  # norms of one and biases of zero would hide a mistake in their order
         for name, parameter in model.named_parameters():
             if "norm" in name:

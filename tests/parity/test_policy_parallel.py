@@ -69,7 +69,9 @@ def resume(folder: Path, out: Path, source: str, layout: str, rank: int) -> dict
     return {"weights": weights, "more": policy.train(microbatches(STEPS, layout, rank), policy_gradient_loss)}
 
 
-PARALLEL_PATCHES = [patch for patch in cpu.PATCHES if patch.layout != "one process"]
+PARALLEL_PATCHES = [
+    patch for patch in cpu.PATCHES if patch.layout in ("sequence parallel", "pipeline", "tied pipeline")
+]
 
 
 def trains_without(patch: cpu.Patch, folder: Path, rank: int) -> bool:

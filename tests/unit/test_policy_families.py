@@ -1,14 +1,10 @@
 """Every family against transformers: logprobs, gradients, and weights in and out."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
-from grpo_recipes.policy.hf.fused import published
 from grpo_recipes.policy.megatron.trainer import MegatronPolicy
 from policy_models import (
     LLAMA3_ROPE,

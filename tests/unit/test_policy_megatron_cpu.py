@@ -3,7 +3,7 @@ import torch
 
 from grpo_recipes.policy.megatron import cpu
 from grpo_recipes.policy.megatron.trainer import MegatronPolicy
-from policy_models import policy_config, policy_gradient_loss, random_batch, write_llama
+from policy_models import policy_config, policy_gradient_loss, random_batch, write_llama, write_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched where CUDA is available")
 
@@ -12,6 +12,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is pa
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     write_llama(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("experts")
+    write_model("mixtral", path)
     return path
 
 
@@ -31,8 +38,18 @@ def test_megatron_fails_without(patch, folder):
         run_one_step(folder)
 
 
-def test_megatron_runs_with_all_of_them(folder):
+@pytest.mark.parametrize("patch", [p for p in cpu.PATCHES if p.layout == "experts"], ids=str)
+def test_megatron_with_experts_fails_without(patch, experts):
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None  # one is made and kept by the first model of a process
+    with cpu.without(patch), pytest.raises((AssertionError, RuntimeError, TypeError)):
+        run_one_step(experts)
+
+
+def test_megatron_runs_with_all_of_them(folder, experts):
     run_one_step(folder)
+    run_one_step(experts)
 
 
 def test_installing_again_changes_nothing():

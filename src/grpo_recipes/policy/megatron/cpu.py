@@ -27,7 +27,7 @@ class Patch:
     replacement: Any
     upstream: str  # the code that needs it
     reason: str
-    layout: str = "one process"  # where it is met: "one process", "sequence parallel", "pipeline" or "tied pipeline"
+    layout: str = "one process"  # where it is met: "one process", "experts" (on one process), "expert parallel", "sequence parallel" …
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.attribute}"
@@ -49,6 +49,11 @@ class _Stream:
 
     def wait_stream(self, stream: Any) -> None: ...
 
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None: ...
+
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -62,6 +67,10 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
+def _as_numpy(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _rng_state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -71,6 +80,7 @@ TORCH = _Module(
     torch,
     cuda=_Module(
         torch.cuda,
+        Stream=_Stream,
         current_device=lambda: CPU,
         current_stream=lambda *_: _Stream(),
         stream=lambda *_: contextlib.nullcontext(),
@@ -189,6 +199,30 @@ PATCHES = (
         "the embedding that the first and last stage share is moved to the GPU before it is compared",
         "tied pipeline",
     ),
+    Patch(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "torch",
+        TORCH,
+        "MoEAlltoAllTokenDispatcher.__init__: torch.cuda.Stream()",
+        "counts of tokens per expert travel to the CPU on a stream of their own",
+        "experts",
+    ),
+    Patch(
+        "megatron.core.transformer.moe.router",
+        "torch",
+        TORCH,
+        "Router.gating: self.weight.data.to(device=torch.cuda.current_device())",
+        "a router's weight found on the CPU is moved to the GPU",
+        "experts",
+    ),
+    Patch(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        _as_numpy,
+        "_maybe_dtoh_and_synchronize: maybe_move_tensor_to_cpu(self.input_splits, as_numpy=True)",
+        "only what lies on a GPU is made the plain numbers that all-to-all takes as sizes",
+        "expert parallel",
+    ),
 )
 
 _originals: dict[Patch, Any] = {}
@@ -199,7 +233,7 @@ def install() -> None:
     if torch.cuda.is_available():
         return
     with _uncompiled():
-        for module in ("distributed", "models.gpt", "optimizer", "pipeline_parallel"):
+        for module in ("distributed", "models.gpt", "optimizer", "pipeline_parallel", "transformer.moe.moe_layer"):
             importlib.import_module(f"megatron.core.{module}")
     for patch in PATCHES:
         if patch not in _originals:
