@@ -1,3 +1,4 @@
+import hashlib
 import os
 import resource
 import signal
@@ -14,7 +15,12 @@ def store(folder, keep_last=2, keep_top_k=1):
 
 
 def writer(size):
-    return lambda folder: (folder / "weights").write_bytes(os.urandom(size))
+    def write(folder):
+        content = os.urandom(size)
+        (folder / "weights").write_bytes(content)
+        return {"weights": hashlib.sha256(content).hexdigest()}
+
+    return write
 
 
 def names(folder):

@@ -12,6 +12,12 @@ from grpo_recipes.engine.interrupt import Interrupted, StopRequest
 from grpo_recipes.engine.parts import LoopState, StepOutcome
 from grpo_recipes.errors import UserError
 from grpo_recipes.recipe.compose import resolve
+from grpo_recipes.runs.files import text_sha256
+
+
+def write_policy(folder):
+    (folder / "w").write_text("w")
+    return {"w": text_sha256("w")}
 
 
 class Run:
@@ -25,7 +31,7 @@ class Run:
         self.reporter = SimpleNamespace(phase=lambda _: None, record=lambda *_: None, update=lambda **_: None)
         self.parts = SimpleNamespace(
             recipe=resolve("tiny_arith", overrides).recipe,
-            policy=SimpleNamespace(peak_memory=lambda: 0, save=lambda folder: (folder / "w").write_text("w")),
+            policy=SimpleNamespace(peak_memory=lambda: 0, save=write_policy),
         )
         monkeypatch.setattr(loop, "grpo_step", self.step)
         monkeypatch.setattr(loop, "evaluate", self.evaluate)

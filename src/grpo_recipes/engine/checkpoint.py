@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from grpo_recipes.errors import UserError
 from grpo_recipes.runs.files import file_sha256
 
 STATE, FILES, POLICY = "state.json", "files.json", "policy"
+READERS = 8  # files whose digests are computed at the same time
 
 
 @dataclass(frozen=True)
@@ -38,38 +41,68 @@ class CheckpointStore:
     higher_is_better: bool
 
     def save(
-        self, step: int, state: dict[str, Any], metric: float | None, write_policy: Callable[[Path], None]
+        self, step: int, state: dict[str, Any], metric: float | None, write_policy: Callable[[Path], Mapping[str, str]]
     ) -> Path:
         """Write the checkpoint of `step`, then remove those no longer kept.
+
+        Args:
+            write_policy: writes into the folder it is given; returns the sha256 of each file by name.
 
         Raises:
             UserError: the disk is full or refuses; earlier checkpoints are untouched.
         """
-        final = self.folder / f"step_{step:06d}"
-        aside = self.folder / f".writing_step_{step:06d}"
-        try:
-            for leftover in (*self.folder.glob(".writing_*"), *self.folder.glob(".removing_*")):
-                shutil.rmtree(leftover)
-            (aside / POLICY).mkdir(parents=True)
-            write_policy(aside / POLICY)
+        with self.writing(step):
+            digests = write_policy(self.open(step))
+        return self.seal(step, state, metric, digests)
+
+    def open(self, step: int) -> Path:
+        """The folder, aside, that the policy is to be written to. Only one checkpoint is written at a time."""
+        for leftover in (*self.folder.glob(".writing_*"), *self.folder.glob(".removing_*")):
+            shutil.rmtree(leftover)
+        folder = self._aside(step) / POLICY
+        folder.mkdir(parents=True)
+        return folder
+
+    def seal(self, step: int, state: dict[str, Any], metric: float | None, digests: Mapping[str, str]) -> Path:
+        """Make a checkpoint of what was written to the folder of `open`: until its last rename there is none.
+
+        Raises:
+            UserError: the disk is full or refuses, or a file of another machine cannot be seen here.
+        """
+        aside, final = self._aside(step), self.folder / f"step_{step:06d}"
+        unseen = digests.keys() - set(relative_files(aside / POLICY))
+        if unseen:
+            raise UserError(
+                f"{min(unseen)} of the checkpoint of step {step} was written by a process whose files are not seen here",
+                where=str(self.folder),
+                mend="put the run folder on a file system that all nodes share",
+            )
+        with self.writing(step):
             write_json(aside / STATE, {"step": step, "state": state, "metric": metric})
-            write_json(aside / FILES, {name: file_sha256(aside / name) for name in relative_files(aside)})
+            listing = {f"{POLICY}/{name}": digest for name, digest in digests.items()}
+            write_json(aside / FILES, {STATE: file_sha256(aside / STATE), **listing})
             for name in relative_files(aside):
                 sync(aside / name)
             if final.exists():  # damaged, or from an attempt that this run does not continue
                 self._hide(final)
             aside.rename(final)
             sync(self.folder)
+        self._prune()
+        return final
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[None]:
+        """An OSError within becomes one clear UserError, and what was written of the checkpoint is removed."""
+        try:
+            yield
         except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(self._aside(step), ignore_errors=True)
             kept = [path.name for path in self._all()]
             raise UserError(
                 f"could not write the checkpoint of step {step} ({error}); intact: {', '.join(kept) or 'none'}",
                 where=str(self.folder),
                 mend="free disk space, then continue the run with --resume",
             ) from error
-        self._prune()
-        return final
 
     def latest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest undamaged checkpoint; says through `warn` which damaged ones were passed over and put aside.
@@ -95,6 +128,9 @@ class CheckpointStore:
                 mend="restore one from a backup, or start the recipe again in a new run folder",
             )
         return None
+
+    def _aside(self, step: int) -> Path:
+        return self.folder / f".writing_step_{step:06d}"
 
     def _all(self) -> list[Path]:
         return sorted(self.folder.glob("step_*"))
@@ -132,12 +168,13 @@ def find_damage(path: Path) -> str | None:
         recorded = json.loads(listing.read_text())
     except ValueError:
         return f"{FILES} is not JSON"
-    for name, digest in recorded.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if file_sha256(path / name) != digest:
-            return f"{name} has changed"
-    return None
+    missing = [name for name in recorded if not (path / name).is_file()]
+    if missing:
+        return f"{missing[0]} is missing"
+    with ThreadPoolExecutor(READERS) as pool:
+        found = pool.map(lambda name: file_sha256(path / name), recorded)
+        changed = [name for name, digest in zip(recorded, found, strict=True) if digest != recorded[name]]
+    return f"{changed[0]} has changed" if changed else None
 
 
 def relative_files(folder: Path) -> list[str]:

@@ -14,6 +14,7 @@ from grpo_recipes.engine.evaluate import evaluate
 from grpo_recipes.engine.interrupt import Interrupted, StopRequest
 from grpo_recipes.engine.parts import LoopState, Parts, StepOutcome
 from grpo_recipes.engine.phases import Phases
+from grpo_recipes.engine.saver import Saver
 from grpo_recipes.engine.sft import sft_step
 from grpo_recipes.engine.step import grpo_step
 from grpo_recipes.errors import UserError
@@ -84,16 +85,18 @@ def run_loop(
     saved = state.step if state.step else -1
     metric: float | None = None
     save_seconds = 0.0
+    saver = Saver(store, parts.policy, background=recipe.checkpointing.async_save)
 
     def save() -> None:
         nonlocal saved, save_seconds
         if recipe.checkpointing.enabled and saved != state.step:
             reporter.phase("checkpoint")
             start = time.perf_counter()
-            store.save(state.step, state_to_json(state), metric, parts.policy.save)
+            saver.save(state.step, state_to_json(state), metric)
             saved, save_seconds = state.step, time.perf_counter() - start
 
     def enter(phase: str) -> None:
+        saver.poll()
         stop.check(phase)
         reporter.phase(phase)
 
@@ -114,12 +117,14 @@ def run_loop(
             if state.step and (state.step % recipe.checkpointing.save_period == 0 or state.step == last_step):
                 save()
             if state.step == last_step:
+                saver.finish()
                 return state
             phases = Phases(enter, parts.policy.peak_memory)
             start = time.perf_counter()
             outcome = step(parts, state, phases)
         except Interrupted:
             save()
+            saver.finish()
             raise
         state, metric = outcome.state, None
         seconds = time.perf_counter() - start
@@ -135,6 +140,7 @@ def run_loop(
         )
         print(f"step {state.step}: {brief(outcome.metrics)} ({seconds:.2f} s)", flush=True)
         if state.bad_steps > plan.max_bad_steps:
+            saver.finish()
             raise UserError(
                 f"{state.bad_steps} optimizer steps in a row, the last in step {state.step}, had a loss or gradient "
                 "that is not finite, or no response that the grader could judge; nothing was updated",

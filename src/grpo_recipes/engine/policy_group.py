@@ -83,8 +83,22 @@ class PolicyGroup:
     def _by_rank(self, per_replica: Sequence[T]) -> list[T]:
         return [per_replica[replica.data_rank] for replica in self.replicas]
 
-    def save(self, folder: Path) -> None:
-        self.workers.call("save", folder)
+    def save(self, folder: Path) -> dict[str, str]:
+        """The sha256 of each file by name. Raises OSError where the disk is full."""
+        return {name: digest for files in self.workers.call("save", folder) for name, digest in files.items()}
+
+    def start_save(self, folder: Path) -> None:
+        """As `save`, but every rank writes in a thread, from a copy of its state."""
+        self.workers.call("start_save", folder)
+
+    def finish_save(self, *, wait: bool) -> dict[str, str] | None:
+        """What `save` returns, once every rank has written what `start_save` began; None while one has not."""
+        digests: dict[str, str] = {}
+        for files in self.workers.call("finish_save", wait):
+            if files is None:
+                return None
+            digests |= files
+        return digests
 
     def load(self, folder: Path) -> None:
         self.workers.call("load", folder)

@@ -84,8 +84,14 @@ class Worker:
         self.sampler.wake()
 
     # -- state ---------------------------------------------------------------------------------------------------
-    def save(self, folder: Path) -> None:
-        self.policy.save(folder)
+    def save(self, folder: Path) -> dict[str, str]:
+        return self.policy.save(folder)
+
+    def start_save(self, folder: Path) -> None:
+        self.policy.start_save(folder)
+
+    def finish_save(self, wait: bool) -> dict[str, str] | None:
+        return self.policy.finish_save(wait=wait)
 
     def load(self, folder: Path) -> None:
         self.policy.load(folder)

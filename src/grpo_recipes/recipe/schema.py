@@ -180,6 +180,7 @@ class EnvConfig(Section):
 class CheckpointingConfig(Section):
     enabled: bool = True
     async_save: bool = False  # write in the background: a step waits for a copy to host memory, which is kept
+    async_save: bool = False  # write in the background: a step waits for a copy to host memory, which is kept
     save_period: PositiveInt = 10
     keep_last: PositiveInt = 2
     keep_top_k: NonNegativeInt = 1

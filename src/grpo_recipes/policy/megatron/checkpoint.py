@@ -123,8 +123,7 @@ class CheckpointWriter:
         nothing was begun. Raises what writing raised."""
         if self._writing is None or not (wait or self._writing.done()):
             return None
-        writing, self._writing = self._writing, None
-        return writing.result()
+        return self._writing.result()
 
 
 def contents_of(trained: Trained) -> Contents:

@@ -282,9 +282,7 @@ def _same_cut(saved: Part, wanted: Part) -> bool:
 def _shard(entry: Mapping[str, Any]) -> Shard:
     part = entry["part"]
     return Shard(
-        Part(
-            tuple(part["hf"]), part["kind"], part["cut_along"], part["rank"], part["size"], tuple(part["shape"])
-        ),
+        Part(tuple(part["hf"]), part["kind"], part["cut_along"], part["rank"], part["size"], tuple(part["shape"])),
         entry["start"],
         entry["stop"],
         entry["trained"],
