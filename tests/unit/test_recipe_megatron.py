@@ -14,11 +14,12 @@ import pytest
 from grpo_recipes.recipe.megatron import (
     FIELDS_FILE,
     SCHEDULER_ARGUMENTS,
-    dtype_fields,
+    default_of,
     fields,
     megatron_problems,
     scheduler_arguments,
 )
+from grpo_recipes.recipe.megatron_limits import DERIVED, NEEDS, OTHER_NAMES, REFUSED
 from grpo_recipes.recipe.schema import MegatronConfig
 
 
@@ -50,7 +51,7 @@ def test_fields_of_megatron_core_are_accepted() -> None:
         problems(
             recompute_granularity="full",
             moe_aux_loss_coeff=0,
-            window_size=[128, 0],
+            pipeline_model_parallel_layout="Et|tL",
             apply_rope_fusion=False,
             attention_backend="flash",
             distribute_saved_activations=None,
@@ -80,7 +81,7 @@ def test_fields_of_megatron_core_are_accepted() -> None:
         ({"attention_backend": "flsh"}, "did you mean flash?"),
         ({"moe_z_loss_coeff": "x"}, "moe_z_loss_coeff: should be float or null, is 'x'"),
         ({"moe_z_loss_coeff": math.inf}, "should be finite"),
-        ({"moe_router_topk_scaling_factor": True}, "should be float or null, is True"),
+        ({"moe_expert_capacity_factor": True}, "should be float or null, is True"),
         ({"cpu_offloading": 1}, "cpu_offloading: should be bool, is 1"),
         ({"recompute_num_layers": 1.5}, "recompute_num_layers: should be int or null, is 1.5"),
         (
@@ -101,7 +102,7 @@ def test_fields_of_megatron_core_are_accepted() -> None:
         ({"optimizer": {"lr": 1e-3, "weight_decay": -1}}, "optimizer.weight_decay: must not be negative"),
         ({"optimizer": {"lr": 1e-3, "adam_beta2": 1.0}}, "optimizer.adam_beta2: must lie in [0, 1)"),
         ({"scheduler": {"lr_warmup_steps": 3}}, "did you mean policy.megatron_cfg.scheduler.lr_warmup_iters?"),
-        ({"scheduler": {"max_lr": 3}}, "set policy.megatron_cfg.optimizer.lr"),
+        ({"scheduler": {"max_lr": 3.0}}, "set policy.megatron_cfg.optimizer.lr"),
         ({"scheduler": {"lr_decay_style": "cosin"}}, "did you mean cosine?"),
         ({"scheduler": {"lr_decay_iters": 5, "lr_warmup_iters": 5}}, "leave nothing of lr_decay_iters 5"),
         ({"scheduler": {"lr_warmup_iters": -1}}, "lr_warmup_iters: must not be negative"),
@@ -110,6 +111,21 @@ def test_fields_of_megatron_core_are_accepted() -> None:
         ({"scheduler": {"end_weight_decay": 0.5}}, "weight decay goes from 0.01 to 0.5"),
         ({"distributed_data_parallel_config": {"average_in_collective": True}}, "cannot be set: the engine's loss"),
         ({"distributed_data_parallel_config": {"grad_reduce_fp32": True}}, "grad_reduce_in_fp32"),
+        ({"window_size": [128, 0]}, "window_size: cannot be [128, 0]: the engine's attention module has no such"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers: cannot be 1: no supported model family has it"),
+        ({"moe_enable_routing_replay": True}, "no sampler here reports which experts it chose"),
+        ({"cuda_graph_impl": "local"}, "CUDA graphs need batches of one shape"),
+        ({"tp_comm_overlap": True}, "user buffers need batches of one shape"),
+        ({"fp8_param": True}, "exchanged with Hugging Face and the sampler in policy.precision"),
+        ({"distributed_data_parallel_config": {"use_megatron_fsdp": True}}, "FSDP stores parameters in another layout"),
+        ({"distributed_data_parallel_config": {"overlap_param_gather": True}}, "would still be stale"),
+        ({"optimizer": {"lr": 1e-3, "lion_beta1": 0.5}}, "lion_beta1: cannot be 0.5: the optimizer is adam"),
+        ({"scheduler": {"wd_incr_steps": 3}}, "wd_incr_steps: cannot be set: it is the number of optimizer steps"),
+        ({"converter_type": "LlamaForCausalLM"}, "converter_type: means nothing here: the model's family follows"),
+        ({"env_vars": {"A": "1"}}, "env_vars: means nothing here: environment variables belong to the launcher"),
+        ({"fp8_cfg": {"enabled": True}}, "-> set policy.megatron_cfg.fp8 and policy.megatron_cfg.fp8_recipe"),
+        ({"peft": {"enabled": True, "dim": 8}}, "peft: means nothing here: LoRA is not supported"),
+        ({"defer_fp32_logits": True}, "logprobs are computed in chunks"),
     ],
 )
 def test_mistakes(cfg: dict[str, Any], expected: str) -> None:
@@ -152,11 +168,36 @@ def test_scheduler_arguments() -> None:
     assert (plain["lr_decay_style"], plain["lr_decay_steps"], plain["start_wd"]) == ("constant", 10, 0.01)
 
 
-def test_dtype_fields() -> None:
-    assert dtype_fields("OptimizerConfig") == {
-        "params_dtype",
-        "main_grads_dtype",
-        "main_params_dtype",
-        "exp_avg_dtype",
-        "exp_avg_sq_dtype",
-    }
+def test_defaults_as_a_recipe_writes_them() -> None:
+    assert default_of("TransformerConfig", "attention_backend") == "auto"
+    assert default_of("TransformerConfig", "moe_aux_loss_coeff") == 0.0
+    assert default_of("OptimizerConfig", "exp_avg_dtype") == "float32"
+    assert default_of("DistributedDataParallelConfig", "param_name_patterns_for_fp32_local_accumulation") == []
+
+
+def test_every_table_speaks_of_fields_that_exist() -> None:
+    for table in (DERIVED, REFUSED, NEEDS):
+        for class_name, entries in table.items():
+            assert entries.keys() <= fields()[class_name].keys(), class_name
+    for class_name in DERIVED:
+        assert not DERIVED[class_name].keys() & REFUSED[class_name].keys()
+        assert not REFUSED[class_name].keys() & NEEDS.get(class_name, {}).keys()
+    assert not OTHER_NAMES.keys() & fields()["TransformerConfig"].keys()
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"mtp_num_layers": 0},
+        {"cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_warmup_steps": 3},
+        {"moe_enable_deepep": False, "moe_shared_expert_overlap": False, "moe_per_layer_logging": False},
+        {"use_fused_weighted_squared_relu": False, "gradient_accumulation_fusion": False},
+        {"defer_fp32_logits": None, "env_vars": None, "fp8_cfg": {"enabled": False}, "peft": {"enabled": False}},
+        {"force_reconvert_from_hf": False, "use_gloo_process_groups": False, "use_fused_linear_logprobs": False},
+        {"optimizer": {"lr": 1e-3, "sgd_momentum": 0.9, "optimizer_cpu_offload": False}},
+        {"distributed_data_parallel_config": {"use_custom_fsdp": False, "overlap_param_gather": False}},
+    ],
+)
+def test_what_is_switched_off_may_be_said(harmless: dict[str, Any]) -> None:
+    """As published recipes for NeMo-RL do."""
+    assert problems(**harmless) == []

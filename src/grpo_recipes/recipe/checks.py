@@ -1,4 +1,7 @@
-"""Combinations of values that cannot work, each with its mend. Nothing here looks at a file or a device."""
+"""Combinations of values that cannot work, each with its mend. Nothing here looks at a file or a device.
+
+Those within policy.megatron_cfg are in layout.py and megatron_combinations.py.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from collections.abc import Iterator
 from grpo_recipes.recipe.problems import Problem
 from grpo_recipes.recipe.schema import DataConfig, DatasetConfig, GRPOConfig, PolicyConfig, Recipe
 
-MAX_WORLD_SIZE = 1  # processes the engine can run
-
 
 def recipe_problems(recipe: Recipe) -> list[Problem]:
     """Every impossible combination in a recipe whose single values are valid."""
@@ -19,7 +20,6 @@ def recipe_problems(recipe: Recipe) -> list[Problem]:
         *(_grpo(recipe.grpo, recipe.policy) if recipe.grpo else ()),
         *_loss(recipe),
         *_lengths(recipe),
-        *parallel_problems(recipe),
         *_data(recipe),
         *_sizes(recipe),
         *_patterns(recipe),
@@ -123,51 +123,6 @@ def _microbatches(policy: PolicyConfig) -> Iterator[Problem]:
                     f"a microbatch of {tokens} tokens cannot hold a sequence of max_total_sequence_length {total}",
                     f"set it to at least {total}",
                 )
-
-
-def parallel_problems(recipe: Recipe, max_world_size: int = MAX_WORLD_SIZE) -> Iterator[Problem]:
-    """Parallel sizes against each other, against the cluster, and against what the engine can run.
-
-    Data parallel size is what is left: devices / (tensor x pipeline x context). Expert parallel size divides
-    data x context x tensor / expert_tensor.
-    """
-    cfg, cluster = recipe.policy.megatron_cfg, recipe.cluster
-    names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-    sizes = {f"policy.megatron_cfg.{name}_parallel_size": getattr(cfg, f"{name}_parallel_size") for name in names}
-    if cfg.sequence_parallel and cfg.tensor_model_parallel_size == 1:
-        yield Problem(
-            "policy.megatron_cfg.sequence_parallel",
-            "splits activations over tensor parallel ranks, and tensor_model_parallel_size is 1",
-            "set it to false",
-        )
-    devices = max(cluster.num_nodes, cluster.num_nodes * cluster.gpus_per_node)
-    asked = {"cluster.num_nodes x cluster.gpus_per_node": devices, **sizes}
-    too_wide = [
-        Problem(key, f"{size} asks for more than one process, and this version trains in one process", "set it to 1")
-        for key, size in asked.items()
-        if size > 1 and max_world_size == 1
-    ]
-    if too_wide:
-        yield from too_wide
-        return
-    model = cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size * cfg.context_parallel_size
-    if devices % model:
-        yield Problem(
-            "policy.megatron_cfg",
-            f"tensor x pipeline x context parallel sizes need groups of {model} devices, "
-            f"and the cluster has {devices} (cluster.num_nodes {cluster.num_nodes} x gpus_per_node "
-            f"{cluster.gpus_per_node})",
-            f"make the number of devices a multiple of {model}",
-        )
-        return
-    experts = cfg.expert_model_parallel_size * cfg.expert_tensor_parallel_size * cfg.pipeline_model_parallel_size
-    if devices % experts:
-        yield Problem(
-            "policy.megatron_cfg.expert_model_parallel_size",
-            f"expert x expert tensor x pipeline parallel sizes need groups of {experts} devices, "
-            f"and the cluster has {devices}",
-            f"make the number of devices a multiple of {experts}",
-        )
 
 
 def _data(recipe: Recipe) -> Iterator[Problem]:

@@ -9,10 +9,12 @@ Where each key goes:
     megatron_cfg.scheduler.<name>                   OptimizerParamScheduler, by the names in SCHEDULER_ARGUMENTS
 
 A field of type torch.dtype is written by its torch name ("float32"), a field that is an enum by its member's name.
+Which fields a recipe cannot set, and why, is in megatron_limits.py.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -20,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.recipe.megatron_limits import DERIVED, FIXED, OTHER_NAMES, REFUSED
 from grpo_recipes.recipe.problems import Problem, nearest
 from grpo_recipes.recipe.schema import MegatronConfig
 
@@ -44,60 +47,6 @@ _STYLES = {
 }
 _DTYPES = ("float32", "bfloat16", "float16", "uint8")
 
-# Fields that the engine fills itself, so that setting them could only contradict it.
-_MODEL = "it is read from the model's config.json"
-_PRECISION = "it follows policy.precision"
-_CLIP = "set policy.max_grad_norm"
-_LOSS = "the engine's loss already carries its global denominator"
-DERIVED: dict[str, dict[str, str]] = {
-    "TransformerConfig": {
-        **dict.fromkeys(
-            (
-                "num_layers",
-                "hidden_size",
-                "num_attention_heads",
-                "num_query_groups",
-                "kv_channels",
-                "ffn_hidden_size",
-                "layernorm_epsilon",
-                "layernorm_zero_centered_gamma",
-                "normalization",
-                "gated_linear_unit",
-                "add_bias_linear",
-                "add_qkv_bias",
-                "qk_layernorm",
-                "rotary_interleaved",
-                "num_moe_experts",
-                "moe_ffn_hidden_size",
-                "moe_router_topk",
-                "multi_latent_attention",
-            ),
-            _MODEL,
-        ),
-        **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _PRECISION),
-        **dict.fromkeys(("calculate_per_token_loss",), _LOSS),
-        **dict.fromkeys(("variable_seq_lengths", "timers"), "the engine sets it"),
-        **dict.fromkeys(("hidden_dropout", "attention_dropout"), "logprobs must repeat, so the engine sets it to 0"),
-    },
-    "OptimizerConfig": {
-        **dict.fromkeys(("params_dtype", "bf16", "fp16"), _PRECISION),
-        "clip_grad": _CLIP,
-        "timers": "the engine sets it",
-    },
-    "DistributedDataParallelConfig": {
-        "use_distributed_optimizer": "it follows policy.megatron_cfg.optimizer.use_distributed_optimizer",
-        "average_in_collective": _LOSS,
-        "check_for_nan_in_grad": "the engine skips and counts steps that are not finite (grpo.max_bad_steps)",
-    },
-}
-
-# Fields of which only one value works, with the reason.
-FIXED: dict[str, tuple[Any, str]] = {
-    "apply_rope_fusion": (False, "positions are rotated outside Megatron-Core, unfused"),
-    "optimizer": ("adam", "checkpoints hold the two moments of Adam"),
-    "use_distributed_optimizer": (True, "checkpoints are written from the distributed optimizer's shards"),
-}
-
 
 @cache
 def fields() -> dict[str, dict[str, Any]]:
@@ -106,18 +55,38 @@ def fields() -> dict[str, dict[str, Any]]:
     return {name: entries for name, entries in snapshot.items() if name != "megatron_core"}
 
 
-def dtype_fields(class_name: str) -> frozenset[str]:
-    """The fields of a class that a recipe gives as the name of a torch dtype."""
-    return frozenset(name for name, entry in fields()[class_name].items() if "dtype" in entry["accepts"])
+def default_of(class_name: str, field: str) -> Any:
+    """Megatron-Core's default as a recipe would write it; None where YAML has no such value."""
+    shown = fields()[class_name][field]["default"]
+    if shown.startswith("<"):  # an enum's member: <AttnBackend.auto: 5>
+        return shown[1:].partition(":")[0].rpartition(".")[2]
+    if shown.startswith("torch."):
+        return shown.removeprefix("torch.")
+    if shown in ("inf", "required") or shown.startswith("function "):
+        return None
+    value = ast.literal_eval(shown)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def is_default(class_name: str, field: str, value: Any) -> bool:
+    """Whether a value says no more than leaving the field out."""
+    default = default_of(class_name, field)
+    return value == default or (value in (None, False, 0, []) and default in (None, False, 0, "none", "full"))
+
+
+def given_fields(cfg: MegatronConfig) -> dict[str, Any]:
+    """The fields of TransformerConfig that a validated recipe sets beside those that MegatronConfig names itself."""
+    return {key: value for key, value in (cfg.model_extra or {}).items() if key not in OTHER_NAMES}
 
 
 def megatron_problems(cfg: MegatronConfig) -> list[Problem]:
-    """Every key that is no field, is derived by the engine, or has a value of the wrong type; and a schedule that
-    Megatron-Core would refuse."""
+    """Every key that is no field, cannot be set, or has a value of the wrong type; and a schedule that Megatron-Core
+    would refuse."""
     where = "policy.megatron_cfg"
     ddp = "distributed_data_parallel_config"
     problems = [
-        *_section(where, "TransformerConfig", cfg.model_extra or {}, tuple(MegatronConfig.model_fields)),
+        *_other_names(where, cfg.model_extra or {}),
+        *_section(where, "TransformerConfig", given_fields(cfg), tuple(MegatronConfig.model_fields)),
         *_section(f"{where}.optimizer", "OptimizerConfig", cfg.optimizer),
         *_section(f"{where}.{ddp}", "DistributedDataParallelConfig", cfg.distributed_data_parallel_config),
         *_scheduler_keys(f"{where}.scheduler", cfg.scheduler),
@@ -125,8 +94,17 @@ def megatron_problems(cfg: MegatronConfig) -> list[Problem]:
     return problems or list(_schedule(where, cfg))
 
 
+def _other_names(where: str, given: Mapping[str, Any]) -> Iterator[Problem]:
+    for key in given.keys() & OTHER_NAMES.keys():
+        value = given[key]
+        off = value in (None, False) or (isinstance(value, Mapping) and value.get("enabled", True) is False)
+        if not off:
+            reason, mend = OTHER_NAMES[key]
+            yield Problem(f"{where}.{key}", f"means nothing here: {reason}", mend)
+
+
 def _section(where: str, class_name: str, given: Mapping[str, Any], own: tuple[str, ...] = ()) -> Iterator[Problem]:
-    known, derived = fields()[class_name], DERIVED[class_name]
+    known, derived, refused = fields()[class_name], DERIVED[class_name], REFUSED[class_name]
     for key, value in given.items():
         path = f"{where}.{key}"
         if key in derived:
@@ -134,13 +112,16 @@ def _section(where: str, class_name: str, given: Mapping[str, Any], own: tuple[s
         elif key in FIXED and value != FIXED[key][0]:
             yield Problem(path, f"can only be {json.dumps(FIXED[key][0])}: {FIXED[key][1]}", "remove it")
         elif key not in known:
-            close = nearest(key, [*own, *(name for name in known if name not in derived)])
+            close = nearest(key, [*own, *(name for name in known if name not in derived and name not in refused)])
             mend = (
                 f"did you mean {' or '.join(f'{where}.{name}' for name in close)}?" if close else _lost(key, class_name)
             )
             yield Problem(path, f"is not a field of Megatron-Core's {class_name}", mend)
         elif not known[key]["accepts"] or known[key]["accepts"] == ["null"]:
             yield Problem(path, f"is a {known[key]['type']}, which a recipe cannot express", "remove it")
+        elif key in refused:
+            if not is_default(class_name, key, value):
+                yield Problem(path, f"cannot be {json.dumps(value)}: {refused[key]}", "remove it")
         else:
             yield from _type(path, value, known[key]["accepts"], known[key]["choices"])
 
@@ -187,6 +168,9 @@ def _scheduler_keys(where: str, given: Mapping[str, Any]) -> Iterator[Problem]:
         close = renamed or nearest(key, SCHEDULER_ARGUMENTS)
         if key in ("max_lr", "min_lr"):
             mend = f"set policy.megatron_cfg.optimizer.{key.replace('max_', '')}"
+        elif key in DERIVED["OptimizerParamScheduler"]:
+            yield Problem(f"{where}.{key}", f"cannot be set: {DERIVED['OptimizerParamScheduler'][key]}", "remove it")
+            continue
         elif close:
             mend = f"did you mean {' or '.join(f'{where}.{name}' for name in close)}?"
         else:

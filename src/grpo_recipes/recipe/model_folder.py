@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import UserError
-from grpo_recipes.recipe.architecture import check_architecture, number_of_experts
+from grpo_recipes.recipe.architecture import check_architecture
+from grpo_recipes.recipe.layout import layout_problems
 from grpo_recipes.recipe.locate import recipes_folder
-from grpo_recipes.recipe.problems import Problem, nearest, raise_problems
+from grpo_recipes.recipe.model_flops import model_shape
+from grpo_recipes.recipe.problems import nearest, raise_problems
 from grpo_recipes.recipe.safetensors_header import TensorEntry, read_header
-from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
+from grpo_recipes.recipe.schema import PolicyConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _INDEX = "model.safetensors.index.json"
@@ -87,7 +89,7 @@ def check_model(policy: PolicyConfig) -> ModelFacts:
     )
     config = _config(folder)
     _refuse_own_code(folder, config, policy.trust_remote_code)
-    _check_layout(config, policy.megatron_cfg)
+    raise_problems(layout_problems(policy.megatron_cfg, model_shape(config)), "the parallel layout of this model")
     if policy.initial_weights == "pretrained":
         _check_weights(folder, config)
     positions = _number(config, "max_position_embeddings", folder)
@@ -155,33 +157,6 @@ def _config(folder: Path) -> dict[str, Any]:
     config = _json(folder / "config.json")
     check_architecture(config, str(folder / "config.json"))
     return config
-
-
-def _check_layout(config: dict[str, Any], megatron: MegatronConfig) -> None:
-    """The parallel sizes must divide what they cut."""
-    heads, experts = config["num_attention_heads"], number_of_experts(config)
-    groups = config.get("num_key_value_heads") or heads
-    tensor, expert = "tensor_model_parallel_size", "expert_model_parallel_size"
-    cut = [(tensor, heads, "attention heads")]
-    if groups >= megatron.tensor_model_parallel_size or megatron.tensor_model_parallel_size % groups:
-        cut.append((tensor, groups, "key-value heads"))  # fewer of them than ranks are copied, if that comes out even
-    if experts:
-        width = config.get("moe_intermediate_size") or config["intermediate_size"]
-        cut += [(expert, experts, "experts"), ("expert_tensor_parallel_size", width, "rows of an expert's matrices")]
-    else:
-        cut.append((tensor, config["intermediate_size"], "rows of the MLP's matrices (intermediate_size)"))
-    problems = [
-        Problem(
-            f"policy.megatron_cfg.{key}",
-            f"{getattr(megatron, key)} does not divide the model's {count} {what}",
-            f"set a divisor of {count}",
-        )
-        for key, count, what in cut
-        if count % getattr(megatron, key)
-    ]
-    if megatron.expert_model_parallel_size > 1 and not experts:
-        problems.append(Problem(f"policy.megatron_cfg.{expert}", "the model has no experts to spread", "set 1"))
-    raise_problems(problems, "the parallel layout of this model")
 
 
 def _refuse_own_code(folder: Path, config: dict[str, Any], trusted: bool) -> None:

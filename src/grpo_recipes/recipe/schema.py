@@ -100,7 +100,10 @@ class MegatronConfig(BaseModel):
     expert_model_parallel_size: PositiveInt = 1
     expert_tensor_parallel_size: PositiveInt = 1
     sequence_parallel: bool = False
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = False  # recompute every layer, unless recompute_granularity says otherwise
+    freeze_moe_router: bool = False  # routers keep the weights they were loaded with
+    # Unused GPU memory goes back to the device: 1 after the backward pass, 2 after the optimizer's step, too.
+    empty_unused_memory_level: Literal[0, 1, 2] = 0
     optimizer: dict[str, Any] = Field(default_factory=dict)  # fields of OptimizerConfig
     scheduler: dict[str, Any] = Field(default_factory=dict)  # recipe/megatron.py lists it; unit: optimizer steps
     distributed_data_parallel_config: dict[str, Any] = Field(default_factory=dict)
@@ -179,7 +182,6 @@ class EnvConfig(Section):
 
 class CheckpointingConfig(Section):
     enabled: bool = True
-    async_save: bool = False  # write in the background: a step waits for a copy to host memory, which is kept
     async_save: bool = False  # write in the background: a step waits for a copy to host memory, which is kept
     save_period: PositiveInt = 10
     keep_last: PositiveInt = 2

@@ -9,8 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_recipes.recipe.checks import recipe_problems
+from grpo_recipes.recipe.layout import parallel_problems
 from grpo_recipes.recipe.leaves import get
 from grpo_recipes.recipe.megatron import megatron_problems
+from grpo_recipes.recipe.megatron_combinations import setting_problems
 from grpo_recipes.recipe.problems import Problem, nearest, raise_problems
 from grpo_recipes.recipe.schema import MegatronConfig, Recipe
 from grpo_recipes.recipe.schema_tree import all_keys, section_at
@@ -28,8 +30,14 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str], subject: str
         problems = [_problem(details, values, origins) for details in error.errors()]
         raise_problems([*problems, *_megatron_alone(values)], subject)
         raise
-    raise_problems([*megatron_problems(recipe.policy.megatron_cfg), *recipe_problems(recipe)], subject)
+    fields = megatron_problems(recipe.policy.megatron_cfg)
+    raise_problems([*fields, *([] if fields else _combinations(recipe)), *recipe_problems(recipe)], subject)
     return recipe
+
+
+def _combinations(recipe: Recipe) -> list[Problem]:
+    """Of policy.megatron_cfg, whose single fields are valid."""
+    return [*parallel_problems(recipe), *setting_problems(recipe.policy, on_gpus=recipe.cluster.gpus_per_node > 0)]
 
 
 def _megatron_alone(values: Mapping[str, Any]) -> list[Problem]:
