@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SHARD_BYTES = 5 * 2**30
+# As safetensors' headers name them.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+BUFFERS = "rotary_emb.inv_freq"  # older checkpoints hold it; nothing reads it
 # What belongs to the tokenizer and to generation, copied unchanged beside exported weights.
 COMPANIONS = (
     "tokenizer*",
@@ -97,13 +100,20 @@ class SafetensorsFolder:
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._where:
             raise UserError(f"tensor {name} is missing", where=str(self._folder))
-        tensor = self._where[name].get_tensor(name)
+        tensor = self.read(name)
         if tuple(tensor.shape) != shape:
             found = "x".join(map(str, tensor.shape))
             raise UserError(
                 f"tensor {name} is {found}, config.json asks for {'x'.join(map(str, shape))}", where=str(self._folder)
             )
         return tensor
+
+    def read(self, name: str) -> Tensor:
+        return self._where[name].get_tensor(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Read from the header alone."""
+        return DTYPES[self._where[name].get_slice(name).get_dtype()]
 
 
 class RandomTensors:
@@ -179,12 +189,47 @@ class FolderWriter:
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def write_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """config.json with the dtype of the exported weights, tokenizer and generation files unchanged."""
+def export_model(
+    target: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, trained_from_source: bool
+) -> None:
+    """Write trained tensors with the configuration and tokenizer of the model they belong to.
+
+    Args:
+        target: an existing empty folder.
+        source: the folder that the run was given as its model.
+        tensors: Hugging Face names and whole tensors.
+        dtype: of the tensors.
+        trained_from_source: the weights of `source` are where training began (not random ones). Names, shapes and
+            dtypes are then those of `source`, tensor by tensor, whatever dtype the trainer worked in.
+    """
+    if trained_from_source:
+        published = SafetensorsFolder(source)
+        FolderWriter(target).write(_as_published(tensors, published, read_config_json(source)))
+        write_companions(source, target)
+    else:
+        FolderWriter(target).write(tensors)
+        write_companions(source, target, dtype)
+
+
+def _as_published(
+    tensors: Iterable[tuple[str, Tensor]], published: SafetensorsFolder, config: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    names = published.names or frozenset()
+    for name, tensor in tensors:
+        yield name, tensor.to(published.dtype(name))
+        if name == "model.embed_tokens.weight" and config.get("tie_word_embeddings") and "lm_head.weight" in names:
+            yield "lm_head.weight", tensor.to(published.dtype("lm_head.weight"))
+    for name in sorted(n for n in names if n.endswith(BUFFERS)):
+        yield name, published.read(name)
+
+
+def write_companions(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """config.json, with another dtype if one is given; tokenizer and generation files unchanged."""
     config = read_config_json(source)
-    for key in ("torch_dtype", "dtype", "quantization_config"):
-        config.pop(key, None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("quantization_config", None)
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in companions(source):
         shutil.copyfile(path, target / path.name)

@@ -25,11 +25,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 from grpo_recipes.policy.hf.families import family_of  # noqa: E402
 from grpo_recipes.policy.hf.folder import (  # noqa: E402
-    FolderWriter,
     RandomTensors,
     SafetensorsFolder,
+    export_model,
     read_config,
-    write_companions,
 )
 from grpo_recipes.policy.logprobs import logprobs_and_entropy  # noqa: E402
 from grpo_recipes.policy.megatron import checkpoint, parallel  # noqa: E402
@@ -80,6 +79,7 @@ class MegatronPolicy:
         self._context = parallel.context_shard()
         self.weights = WeightMap(self.built, hf, family)
         random = policy.initial_weights == "random"
+        self._trained_from_source = not random
         self.weights.load(
             RandomTensors(hf.initializer_range, policy.init_seed) if random else SafetensorsFolder(model_folder)
         )
@@ -151,10 +151,10 @@ class MegatronPolicy:
         checkpoint.load(folder, self._checkpoints.trained)
 
     def export(self, folder: Path) -> None:
-        tensors = (item for bucket in self.weight_buckets() for item in bucket.items())
+        tensors = self.weights.gather()
         if dist.get_rank() == 0:
-            FolderWriter(folder).write(tensors)
-            write_companions(self.model_folder, folder, self.built.config.params_dtype)
+            dtype = self.built.config.params_dtype
+            export_model(folder, self.model_folder, tensors, dtype, trained_from_source=self._trained_from_source)
         else:
             for _ in tensors:  # every rank takes part in gathering
                 pass
@@ -180,6 +180,13 @@ class MegatronPolicy:
                     dist.all_gather_into_tensor(bucket.grad_data, mine, group=peers)
         found = self.weights.gather(of=lambda parameter: parameter.main_grad, dtype=torch.float32)
         return {name: gradient.clone() for name, gradient in found}
+
+    def close(self) -> None:
+        """Let go of model and groups. Megatron's gradient hooks hold them in a cycle that Python cannot collect."""
+        for chunk in self.model:
+            chunk.grad_accs.clear()
+        self.built.config.no_sync_func = self.built.config.grad_scale_func = None
+        self.__dict__.clear()
 
     # -- for the embedded sampler and the manifest --------------------------------------------------------------
     def decoder(self, *, max_batch_size: int, max_sequence_length: int) -> Decoder:

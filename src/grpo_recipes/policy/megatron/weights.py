@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.contract import WeightSpec
 from grpo_recipes.policy.hf.families import Family
-from grpo_recipes.policy.hf.folder import TensorSource
+from grpo_recipes.policy.hf.folder import BUFFERS, TensorSource
 from grpo_recipes.policy.hf.mapping import Heads, Rule, merge, shard, split, unshard
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class WeightMap:
 
     def _refuse_unknown(self, names: frozenset[str]) -> None:
         known = {name for rule in self.rules for name in rule.hf}
-        unknown = {n for n in names - known if not n.endswith("rotary_emb.inv_freq")}
+        unknown = {n for n in names - known if not n.endswith(BUFFERS)}
         if self.tied:
             unknown.discard("lm_head.weight")
         if unknown:
