@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -56,12 +57,19 @@ def initialize(megatron: MegatronConfig, seed: int) -> None:
 
 
 def destroy() -> None:
-    """End every process group but the default one. Megatron forgets its groups without ending their threads."""
+    """End every process group but the default one; policies built on them are to be closed before.
+
+    Megatron forgets most of its groups, without ending their threads: those end with the last reference.
+    """
     _widths.clear()
     parallel_state.destroy_model_parallel()
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.GroupMember.WORLD:
             dist.destroy_process_group(group)
+    gc.collect()
 
 
 def context_shard() -> ContextShard | None:
