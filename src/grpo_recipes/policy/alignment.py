@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -15,7 +16,7 @@ class Alignment(NamedTuple):
         """Tokens that a sequence of so many takes in a microbatch."""
         return round_up(length, self.sequence)
 
-    def computed(self, lengths: list[int]) -> int:
+    def computed(self, lengths: Sequence[int]) -> int:
         """Tokens that a rank group computes for a microbatch of these sequences, padding and filling included."""
         return round_up(sum(self.padded(n) for n in lengths), self.pack)
 
