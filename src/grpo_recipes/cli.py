@@ -212,6 +212,21 @@ def diff(a: str, b: str) -> None:
     typer.echo("\n".join(lines) if lines else "no difference")
 
 
+@app.command()
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run, or one of its checkpoints.", autocompletion=_run_names)
+    ],
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.")],
+    step: Annotated[int | None, typer.Option(help="Which checkpoint of the run; default: the newest.")] = None,
+) -> None:
+    """Write a checkpoint's model as a Hugging Face folder; needs no GPU."""
+    from grpo_recipes.engine.export import export_checkpoint
+
+    checkpoint = export_checkpoint(_run_path(source), target, step)
+    typer.echo(f"{checkpoint} -> {target}")
+
+
 @convert_app.command()
 def gguf(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file.")],

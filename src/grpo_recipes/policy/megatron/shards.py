@@ -6,7 +6,7 @@ Knows nothing of Megatron and of process groups, so that a checkpoint can be rea
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,15 +177,29 @@ class SavedState:
         whole = parts[0] if first.cut_along is None else unshard(first.kind, parts, first.cut_along)
         return whole[: self.model.vocab_size] if first.kind == "vocab" else whole
 
-    def weights(self, name: str) -> dict[str, Tensor]:
-        """The float32 Hugging Face tensors of the parameter whose first one is named, all of them."""
-        first = self._first(name)
-        tensors = split(first.kind, self.whole("param", name), self.model.heads, self.model.vocab_size)
-        return dict(zip(first.hf, tensors, strict=True))
+    def check_weights(self) -> None:
+        """Raises UserError unless `exported` will find every element of every tensor."""
+        found = set()
+        for name in {name for name, _ in self._pieces}:
+            first = self._first(name)
+            found |= set(first.hf)
+            for rank in range(first.size):
+                self._check_part("param", name, rank, 0, first.elements)
+        lost = sorted({name for name, _, _ in self.model.plan} - found)
+        if lost:
+            raise UserError(f"the checkpoint has nothing for {lost[0]}", where=str(self.folder), mend=ANOTHER)
 
-    def names(self) -> frozenset[str]:
-        """Of each parameter, the first Hugging Face tensor."""
-        return frozenset(name for name, _ in self._pieces)
+    def exported(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors, rounded as the model's own weights are, in the order of an export; one
+        parameter of the model is held at a time."""
+        dtypes = {name: getattr(torch, dtype) for name, _, dtype in self.model.plan}
+        for name in dtypes:
+            if (name, 0) not in self._pieces:
+                continue  # came with the first tensor of its parameter
+            first = self._first(name)
+            tensors = split(first.kind, self.whole("param", name), self.model.heads, self.model.vocab_size)
+            for hf, tensor in zip(first.hf, tensors, strict=True):
+                yield hf, tensor.to(dtypes[hf])
 
     def _first(self, name: str) -> Part:
         """The part of tensor-parallel rank 0."""
