@@ -278,8 +278,10 @@ class MegatronPolicy:
         group = parallel_state.get_tensor_model_parallel_group()
         start = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
         real = max(0, min(logits.shape[-1], self.built.vocab_size - start))
+        # Views, so that the gradient that takes the place of the logits is not copied on its way back.
+        rows = logits.flatten(0, 1)
         return logprobs_and_entropy(
-            logits[:, 0, :real],
+            rows if real == rows.shape[1] else rows[:, :real],
             context,
             self.temperature,
             vocab_start=start,
