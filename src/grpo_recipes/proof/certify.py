@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,6 +55,10 @@ class Certificate:
     @property
     def passed(self) -> bool:
         return all(row.passed for row in self.rows)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.passed else 1
 
 
 def make_plan(
@@ -116,53 +121,88 @@ def certify(plan: Plan, tell: Callable[[Row], None] = lambda row: None) -> Certi
     """Run every layout of the plan. `tell` hears of each row as it is known.
 
     Raises:
-        UserError: transformers cannot build the model.
+        UserError: an unknown planted fault.
     """
+    rows: list[Row] = []
+    with open_bench(plan) as bench:
+        for layout in plan.layouts:
+            for row in bench.run(layout, plan.plant):
+                rows.append(row)
+                tell(row)
+    return Certificate(plan, tolerances(plan.precision), tuple(rows))
+
+
+@contextmanager
+def open_bench(plan: Plan) -> Iterator[Bench]:
+    """The plan's reference and pool, to run layouts one by one."""
     import torch
 
     from grpo_recipes.proof.certify_faults import check_fault
     from grpo_recipes.proof.certify_reference import run_reference, write_checkpoint
 
     check_fault(plan.plant)
-    allowed = tolerances(plan.precision)
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="certify-") as scratch, _Pool(plan) as pool:
+    with tempfile.TemporaryDirectory(prefix="certify-") as scratch:
         checkpoint = Path(scratch) / "model"
         model = write_checkpoint(plan.config, checkpoint, getattr(torch, plan.precision))
-        reference = run_reference(model, Path(scratch) / "reference.safetensors")
-        for layout in plan.layouts:
-            for row in _rows(layout, plan, allowed, pool, checkpoint, reference):
-                rows.append(row)
-                tell(row)
-    return Certificate(plan, allowed, tuple(rows))
+        bench = Bench(plan, checkpoint, run_reference(model, Path(scratch) / "reference.safetensors"))
+        try:
+            yield bench
+        finally:
+            bench.close()
 
 
-def _rows(
-    layout: Layout, plan: Plan, allowed: Tolerances, pool: _Pool, checkpoint: Path, reference: Reference
-) -> Iterator[Row]:
-    from grpo_recipes.proof.certify_worker import Job
+class Bench:
+    """Runs layouts on one pool of processes, started when first needed and again after a layout has ended them."""
 
-    job = Job(
-        number=pool.next_number(),
-        processes=layout.processes,
-        policy=_policy(plan, layout, checkpoint),
-        checkpoint=checkpoint,
-        reference=reference,
-        small=allowed.small,
-        plant=plan.plant,
-    )
-    try:
-        found = [parts for parts in pool.workers().call("run", job) if parts is not None]
-    except Exception as error:  # whatever a layout does to its processes is its result, and the others go on
-        pool.forget()
-        lines = str(error).splitlines() or [""]
-        why = f"{type(error).__name__}: {lines[0]}"
-        for cut in CUTS:
-            yield Row(str(layout), layout.processes, cut, None, (why,), "\n".join(getattr(error, "__notes__", [])))
-        return
-    for cut in CUTS:
-        measured = of_all_ranks([parts[cut] for parts in found])
-        yield Row(str(layout), layout.processes, cut, measured, tuple(failures(measured, allowed)))
+    def __init__(self, plan: Plan, checkpoint: Path, reference: Reference) -> None:
+        self.plan, self.checkpoint, self.reference = plan, checkpoint, reference
+        self._workers: ProcessGroup | None = None
+        self._jobs = 0
+
+    def run(self, layout: Layout, plant: str | None = None) -> list[Row]:
+        """Packed and unpacked, in that order."""
+        from grpo_recipes.proof.certify_worker import Job
+
+        allowed = tolerances(self.plan.precision)
+        self._jobs += 1
+        job = Job(
+            number=self._jobs,
+            processes=layout.processes,
+            policy=_policy(self.plan, layout, self.checkpoint),
+            checkpoint=self.checkpoint,
+            reference=self.reference,
+            small=allowed.small,
+            plant=plant,
+        )
+        try:
+            found = [parts for parts in self._pool().call("run", job) if parts is not None]
+        except Exception as error:  # whatever a layout does to its processes is its result, and the others go on
+            self.close()
+            first_line = (str(error).splitlines() or [""])[0]
+            reason, details = f"{type(error).__name__}: {first_line}", "\n".join(getattr(error, "__notes__", []))
+            return [Row(str(layout), layout.processes, cut, None, (reason,), details) for cut in CUTS]
+        of_cut = {cut: of_all_ranks([parts[cut] for parts in found]) for cut in CUTS}
+        return [
+            Row(str(layout), layout.processes, cut, measured, tuple(failures(measured, allowed)))
+            for cut, measured in of_cut.items()
+        ]
+
+    def _pool(self) -> ProcessGroup:
+        from grpo_recipes.cluster.process import ProcessGroup
+        from grpo_recipes.proof.certify_worker import CertifyWorker
+
+        if self._workers is None:
+            with patch.dict(os.environ, _environment(self.plan.device)):  # the processes inherit it
+                self._workers = ProcessGroup(
+                    CertifyWorker, self.plan.processes, device=self.plan.device, time_limit_s=TIME_LIMIT_S
+                )
+        return self._workers
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._workers is not None:
+            self._workers.shutdown()
+        self._workers = None
 
 
 def _policy(plan: Plan, layout: Layout, checkpoint: Path) -> PolicyConfig:
@@ -208,41 +248,6 @@ def _device(asked: Device, processes: int) -> Literal["cpu", "cuda"]:
     if asked == "auto":
         return "cuda" if gpus >= processes else "cpu"
     return asked
-
-
-class _Pool:
-    """The processes, started when first needed and again after a layout has ended them."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._workers: ProcessGroup | None = None
-        self._number = 0
-
-    def next_number(self) -> int:
-        self._number += 1
-        return self._number
-
-    def workers(self) -> ProcessGroup:
-        from grpo_recipes.cluster.process import ProcessGroup
-        from grpo_recipes.proof.certify_worker import CertifyWorker
-
-        if self._workers is None:
-            with patch.dict(os.environ, _environment(self._plan.device)):  # they inherit it
-                self._workers = ProcessGroup(
-                    CertifyWorker, self._plan.processes, device=self._plan.device, time_limit_s=TIME_LIMIT_S
-                )
-        return self._workers
-
-    def forget(self) -> None:
-        if self._workers is not None:
-            self._workers.shutdown()
-        self._workers = None
-
-    def __enter__(self) -> _Pool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.forget()
 
 
 def _environment(device: str) -> dict[str, str]:

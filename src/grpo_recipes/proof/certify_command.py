@@ -12,7 +12,7 @@ from grpo_recipes.proof.certify_subject import subject_of
 from grpo_recipes.proof.certify_tolerances import Precision
 from grpo_recipes.proof.certify_verdict import Row
 
-WIDTH = 190  # of the table where no terminal limits it
+WIDTH = 170  # of the table where no terminal limits it
 
 
 def run(
@@ -54,7 +54,7 @@ def run(
         console.print(str(write_certificate(certificate, output)), markup=False, highlight=False, soft_wrap=True)
     failed = sorted({row.layout for row in certificate.rows if not row.passed})
     console.print(f"failed: {', '.join(failed)}" if failed else "passed", markup=False, highlight=False)
-    return 0 if certificate.passed else 1
+    return certificate.exit_code
 
 
 def _tell(row: Row) -> None:

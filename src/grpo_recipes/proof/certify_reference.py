@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 STEPS = 3
 TEMPERATURE = 0.7  # other than 1, so that a logprob without it shows
-LENGTHS = (5, 17, 2, 9, 30, 3, 12, 7)  # tokens of the sequences of a step, rotated by one from step to step
+LENGTHS = (5, 17, 2, 9, 30, 12)  # tokens of the sequences of a step, rotated by one from step to step
 # Old minus current logprob, in turn. The ratios e^-x, 3.3, 1.6, 1.1, 1, 0.9 and 0.6, lie on all sides of the clips and
 # at least 0.1 from each, so that rounding cannot switch one on or off.
 OLD_NOISE = (-1.2, -0.5, -0.1, 0.0, 0.1, 0.5)

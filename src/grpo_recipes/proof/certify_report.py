@@ -58,7 +58,7 @@ def _cells(row: Row) -> Iterator[str]:
         return
     yield from (f"{value:.1e}" for value in (found.loss, found.logprob, found.grad_norm))
     for worst in (found.worst("gradients"), found.worst("weights")):
-        yield f"{worst[1]:.1e} {worst[0]}"
+        yield f"{worst[1]:.1e} {worst[0].removeprefix('model.').removesuffix('.weight')}"
     yield "passed" if row.passed else "FAILED"
     yield f"{found.seconds:.1f}"
 

@@ -41,10 +41,16 @@ def of_all_ranks(parts: Sequence[Measured]) -> Measured:
         names = dict.fromkeys(name for part in parts for name in getattr(part, what))
         return {name: max(getattr(part, what).get(name, math.inf) for part in parts) for name in names}
 
-    scalars = ("loss", "logprob", "entropy", "grad_norm", "counts", "seconds")
     return Measured(
-        **{name: max(getattr(part, name) for part in parts) for name in scalars},
-        **{name: largest(name) for name in ("loaded", "gradients", "weights")},
+        loss=max(part.loss for part in parts),
+        logprob=max(part.logprob for part in parts),
+        entropy=max(part.entropy for part in parts),
+        grad_norm=max(part.grad_norm for part in parts),
+        counts=max(part.counts for part in parts),
+        loaded=largest("loaded"),
+        gradients=largest("gradients"),
+        weights=largest("weights"),
+        seconds=max(part.seconds for part in parts),
     )
 
 
