@@ -1,12 +1,14 @@
 import pytest
 import torch
 
+from grpo_recipes.policy import attention
 from grpo_recipes.policy.attention import (
     KeyValueCache,
     cached_attention,
     pack,
     packed_attention,
 )
+from grpo_recipes.policy.context_parallel import ContextShard
 
 
 def naive(query, key, value, lengths, scale):
@@ -60,6 +62,33 @@ def test_positions_start_again_with_each_sequence():
     assert packing.positions.tolist() == [0, 1, 2, 0, 0, 1]
     assert packing.cu_seqlens.tolist() == [0, 3, 4, 6]
     assert packing.max_length == 3
+
+
+def test_context_parallel_ranks_hold_a_front_and_a_back_chunk():
+    """Two sequences of 8 and 4 tokens over 2 ranks, chunks of 2 and of 1."""
+    first, second = (pack(torch.tensor([8, 4]), context=ContextShard(rank, 2, None)) for rank in (0, 1))
+    assert first.held.tolist() == [0, 1, 6, 7, 8, 11]
+    assert first.positions.tolist() == [0, 1, 6, 7, 0, 3]
+    assert second.held.tolist() == [2, 3, 4, 5, 9, 10]
+    assert second.cu_queries.tolist() == [0, 2, 4, 5, 6]
+    assert second.cu_keys.tolist() == [0, 4, 10, 12, 15]
+    gathered = torch.cat((first.held, second.held))
+    assert gathered[first.natural].tolist() == list(range(12))
+    assert gathered[second.key_tokens].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 8, 9, 8, 9, 10]
+
+
+def test_context_parallel_ranks_together_attend_as_one(monkeypatch):
+    torch.manual_seed(0)
+    lengths = [16, 8, 40]
+    query, key, value = torch.randn(64, 4, 8), *torch.randn(2, 64, 2, 8).unbind()
+    found = torch.empty(64, 4, 8)
+    for rank in (0, 1):
+        packing = pack(torch.tensor(lengths), context=ContextShard(rank, 2, None))
+        order = packing.natural.argsort()
+        monkeypatch.setattr(attention, "gather_keys", lambda *_, order=order: torch.stack((key, value), 1)[order])
+        held = packing.held
+        found[held] = packed_attention(query[held], key[held], value[held], packing, 8**-0.5)
+    torch.testing.assert_close(found.double(), naive(query, key, value, lengths, 8**-0.5), atol=1e-6, rtol=0)
 
 
 def test_cache_hides_padding_and_keeps_the_rows_selected():

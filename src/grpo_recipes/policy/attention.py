@@ -165,14 +165,15 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing
     if packing.context is not None:
         both = gather_keys(torch.stack((key, value), dim=1), packing.context.group)
         key, value = both.index_select(0, packing.key_tokens).unbind(1)
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     if query.is_cuda and query.dtype in HALF:
         from torch.nn.attention.varlen import varlen_attn
 
+        # FlashAttention, which this calls, reads each key/value head for all query heads of its group.
         rows = packing.cu_queries, packing.cu_keys, packing.longest_query, packing.longest_key
         return varlen_attn(query, key, value, *rows, scale=scale, window_size=(-1, 0))
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     return _padded_attention(query, key, value, packing, scale)
 
 
