@@ -289,6 +289,10 @@ def test_settings_that_work_together_on_gpus(cfg: dict[str, Any]) -> None:
     [
         ({"fp8": "hybrid"}, 'fp8: "hybrid" needs TransformerEngine, which needs a GPU, and cluster.gpus_per_node is 0'),
         ({"moe_grouped_gemm": True}, "moe_grouped_gemm: true needs TransformerEngine"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
+            'recompute_modules: ["layernorm"] needs TransformerEngine',
+        ),
         ({"optimizer": LR | {"use_precision_aware_optimizer": True}}, "needs TransformerEngine"),
         (
             {"optimizer": LR | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}},

@@ -19,7 +19,7 @@ from grpo_recipes.recipe.megatron import (
     megatron_problems,
     scheduler_arguments,
 )
-from grpo_recipes.recipe.megatron_limits import DERIVED, NEEDS, OTHER_NAMES, REFUSED
+from grpo_recipes.recipe.megatron_limits import DERIVED, INERT, NEEDS, OTHER_NAMES, REFUSED
 from grpo_recipes.recipe.schema import MegatronConfig
 
 
@@ -119,7 +119,10 @@ def test_fields_of_megatron_core_are_accepted() -> None:
         ({"fp8_param": True}, "exchanged with Hugging Face and the sampler in policy.precision"),
         ({"distributed_data_parallel_config": {"use_megatron_fsdp": True}}, "FSDP stores parameters in another layout"),
         ({"distributed_data_parallel_config": {"overlap_param_gather": True}}, "would still be stale"),
-        ({"optimizer": {"lr": 1e-3, "lion_beta1": 0.5}}, "lion_beta1: cannot be 0.5: the optimizer is adam"),
+        (
+            {"optimizer": {"lr": 1e-3, "loss_scale": 2.0}},
+            "loss_scale: cannot be 2.0: losses are scaled only for float16",
+        ),
         ({"scheduler": {"wd_incr_steps": 3}}, "wd_incr_steps: cannot be set: it is the number of optimizer steps"),
         ({"converter_type": "LlamaForCausalLM"}, "converter_type: means nothing here: the model's family follows"),
         ({"env_vars": {"A": "1"}}, "env_vars: means nothing here: environment variables belong to the launcher"),
@@ -176,19 +179,19 @@ def test_defaults_as_a_recipe_writes_them() -> None:
 
 
 def test_every_table_speaks_of_fields_that_exist() -> None:
-    for table in (DERIVED, REFUSED, NEEDS):
+    for table in (DERIVED, REFUSED, INERT, NEEDS):
         for class_name, entries in table.items():
             assert entries.keys() <= fields()[class_name].keys(), class_name
     for class_name in DERIVED:
-        assert not DERIVED[class_name].keys() & REFUSED[class_name].keys()
-        assert not REFUSED[class_name].keys() & NEEDS.get(class_name, {}).keys()
+        tables = [table.get(class_name, {}).keys() for table in (DERIVED, REFUSED, INERT, NEEDS)]
+        assert len(set().union(*tables)) == sum(map(len, tables)), "a field is in one table"
     assert not OTHER_NAMES.keys() & fields()["TransformerConfig"].keys()
 
 
 @pytest.mark.parametrize(
     "harmless",
     [
-        {"mtp_num_layers": 0},
+        {"mtp_num_layers": 0, "mtp_loss_scaling_factor": 0.0, "mtp_detach_heads": False},
         {"cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_warmup_steps": 3},
         {"moe_enable_deepep": False, "moe_shared_expert_overlap": False, "moe_per_layer_logging": False},
         {"use_fused_weighted_squared_relu": False, "gradient_accumulation_fusion": False},

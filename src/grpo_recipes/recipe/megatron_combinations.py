@@ -18,6 +18,7 @@ from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
 WHERE = "policy.megatron_cfg"
 
 RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+_RECOMPUTABLE_BY_TE = ("layernorm", "moe_act")
 OFFLOADABLE = ("qkv_linear", "core_attn", "attn_proj", "attn_norm", "mlp_norm", "expert_fc1", "moe_act")
 _NOT_BALANCED = {
     "seq_aux_loss": "sequences lie end to end in a microbatch, so that it would be that of the whole pack: set aux_loss",
@@ -54,6 +55,9 @@ def needs(cfg: MegatronConfig) -> Iterator[tuple[str, Any, str]]:
         for key, value in given.items():
             if key in NEEDS[class_name] and not is_default(class_name, key, value):
                 yield f"{WHERE}.{section}{key}", value, NEEDS[class_name][key]
+    fused = [name for name in given_fields(cfg).get("recompute_modules") or () if name in _RECOMPUTABLE_BY_TE]
+    if fused:
+        yield f"{WHERE}.recompute_modules", fused, "te"
 
 
 def _hardware(cfg: MegatronConfig, on_gpus: bool) -> Iterator[Problem]:

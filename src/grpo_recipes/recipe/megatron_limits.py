@@ -1,10 +1,11 @@
 """Fields of Megatron-Core that a recipe cannot set here, each with its reason, and what the others need.
 
-Four tables, keyed by Megatron-Core's class and field:
+Five tables, keyed by Megatron-Core's class and field:
 
     DERIVED  the engine fills it, so that setting it could only contradict it
     FIXED    only one value works
     REFUSED  only Megatron-Core's default works
+    INERT    any value is handed on, and has no effect here
     NEEDS    any value but the default needs TransformerEngine ("te") or a GPU ("gpu")
 
 and OTHER_NAMES: keys of NeMo-RL's megatron_cfg that are no fields of Megatron-Core.
@@ -84,7 +85,6 @@ _NOT_IN_STACK = "what it needs is not in the pinned stack"
 _SCHEDULE_PLAN = (
     "it needs Megatron-Core's own schedule of a layer's parts, which the engine's forward step does not use"
 )
-_LAYOUT = "results would depend on how the batch is cut into microbatches"
 _EXPORT = "a Hugging Face checkpoint of the supported families has no place for it"
 _NO_TIMERS = "Megatron-Core's timers are not used; the metrics time every phase"
 _LOW_PRECISION_PARAMETERS = "weights are exchanged with Hugging Face and the sampler in policy.precision"
@@ -93,16 +93,24 @@ _FSDP = "Megatron's FSDP stores parameters in another layout than checkpoints an
 _OTHER_OPTIMIZER = "the optimizer is adam"
 _GROUPS = "process groups are NCCL's on GPUs and gloo's on CPUs, one for each parallel dimension"
 _FP16 = "losses are scaled only for float16, which is not supported"
+_NO_USER_BUFFERS = "tp_comm_overlap is off"
+_NO_FLEX = "the flex dispatcher is not used"
+_NO_BIAS = "experts have no bias for balancing"
+_NO_FSDP = "Megatron's FSDP is not used"
 
 REFUSED: dict[str, dict[str, str]] = {
     "TransformerConfig": {
         **_names(
             _MAPPING,
-            "tensor_parallel_num_weight_shards gtp_weight_remat_size expert_tensor_parallel_num_weight_shards "
-            "expert_gtp_weight_remat_size moe_single_grouped_weight moe_single_grouped_bias moe_mlp_glu_interleave_size",
+            "tensor_parallel_num_weight_shards gtp_weight_remat_size "
+            "expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size "
+            "moe_single_grouped_weight moe_single_grouped_bias moe_mlp_glu_interleave_size",
         ),
-        **_names(_GROUPS, "pipeline_model_parallel_comm_backend"),
-        **_names(_OWN_CONTEXT, "hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank"),
+        "pipeline_model_parallel_comm_backend": _GROUPS,
+        **_names(
+            _OWN_CONTEXT,
+            "hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank",
+        ),
         **_names(
             _WEIGHTS,
             "init_method_std embedding_init_method_std init_model_with_meta_device",
@@ -110,98 +118,79 @@ REFUSED: dict[str, dict[str, str]] = {
         "num_microbatches_with_partial_activation_checkpoints": "every microbatch is recomputed alike",
         **_names(
             _USER_BUFFERS,
-            "tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
-            "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs "
-            "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend symmetric_ar_type",
+            "tp_comm_overlap symmetric_ar_type",
         ),
         **_names(
             _OWN_LOSS,
-            "cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute wgrad_deferral_limit",
+            "cross_entropy_loss_fusion defer_embedding_wgrad_compute",
         ),
         **_names(
             _SCHEDULE_PLAN,
-            "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release "
-            "high_priority_a2a_comm_stream overlap_dispatch_backward_with_experts_wgrad",
+            "overlap_moe_expert_parallel_comm delay_wgrad_compute "
+            "ep_overlap_early_attn_memory_release overlap_dispatch_backward_with_experts_wgrad",
         ),
         "use_ring_exchange_p2p": "it needs a torch built for it",
         "barrier_with_L1_time": _NO_TIMERS,
         **_names(
             _NO_VARIANT,
-            "mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_hybrid_override_pattern "
-            "mtp_standalone apply_residual_connection_post_layernorm glu_linear_offset activation_func_clamp_value "
-            "qk_l2_norm attention_output_gate no_rope_freq experimental_attention_variant linear_attention_freq "
-            "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
-            "linear_num_value_heads use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult "
-            "mup_base_head_dim mup_attn_scale_power use_fused_weighted_squared_relu mrope_section is_hybrid_model "
-            "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_training_ssm_states_dtype "
-            "use_mamba_mem_eff_path heterogeneous_block_specs hetereogenous_dist_checkpoint "
-            "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap "
-            "use_grouped_gemm_for_shared_expert moe_shared_expert_glu_interleave_size moe_latent_size "
-            "moe_router_topk_limited_devices moe_router_num_groups moe_router_group_topk moe_apply_probs_on_input",
-        ),
-        **_names(
-            _NO_VARIANT,
-            "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq "
-            "dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_kernel_backend "
-            "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu "
-            "dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32",
+            "mtp_num_layers mtp_standalone apply_residual_connection_post_layernorm "
+            "glu_linear_offset activation_func_clamp_value qk_l2_norm attention_output_gate "
+            "no_rope_freq experimental_attention_variant linear_attention_freq use_mup mup_width_mult mup_output_mult "
+            "use_fused_weighted_squared_relu is_hybrid_model heterogeneous_block_specs "
+            "hetereogenous_dist_checkpoint moe_shared_expert_intermediate_size "
+            "moe_shared_expert_overlap use_grouped_gemm_for_shared_expert moe_latent_size "
+            "moe_router_topk_limited_devices moe_router_num_groups moe_router_group_topk "
+            "moe_apply_probs_on_input",
         ),
         **_names(
             _OWN_ATTENTION,
-            "softmax_type window_size window_attn_skip_freq qk_clip qk_clip_alpha qk_clip_threshold "
-            "log_max_attention_logit apply_query_key_layer_scaling attention_softmax_in_fp32 masked_softmax_fusion "
+            "softmax_type window_size window_attn_skip_freq qk_clip log_max_attention_logit "
+            "apply_query_key_layer_scaling attention_softmax_in_fp32 masked_softmax_fusion "
             "fused_single_qkv_rope softmax_scale test_mode batch_invariant_mode",
         ),
         **_names(
             _SPEC,
-            "persist_layer_norm memory_efficient_layer_norm fused_residual_rmsnorm use_transformer_engine_op_fuser "
-            "use_te_activation_func use_grouped_gemm_for_dense_mlp",
+            "persist_layer_norm memory_efficient_layer_norm fused_residual_rmsnorm "
+            "use_transformer_engine_op_fuser use_te_activation_func "
+            "use_grouped_gemm_for_dense_mlp",
         ),
-        "use_te_rng_tracker": _REPEAT,
-        "fp32_residual_connection": "the layers' norms and matrices expect one dtype, that of policy.precision",
-        **_names(_NOT_IN_STACK, "use_kitchen use_kitchen_attention kitchen_attention_backend"),
-        **_names(_LOW_PRECISION_PARAMETERS, "fp8_param fp4_param"),
-        "moe_enable_routing_replay": "no sampler here reports which experts it chose",
         **_names(
-            _EXPORT,
-            "moe_router_enable_expert_bias moe_router_quantile_balancing_ema",
+            _REPEAT,
+            "use_te_rng_tracker moe_router_force_load_balancing moe_router_force_biased moe_input_jitter_eps",
         ),
+        "fp32_residual_connection": "the layers' norms and matrices expect one dtype, that of policy.precision",
+        **_names(
+            _NOT_IN_STACK,
+            "use_kitchen use_kitchen_attention",
+        ),
+        **_names(
+            _LOW_PRECISION_PARAMETERS,
+            "fp8_param fp4_param",
+        ),
+        "moe_enable_routing_replay": "no sampler here reports which experts it chose",
+        "moe_router_enable_expert_bias": _EXPORT,
         **_names(
             "the pinned stack has none of the flex dispatcher's back ends",
-            "moe_enable_deepep moe_flex_dispatcher_backend moe_permute_fusion_into_hybridep "
-            "moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms moe_deepep_num_sms "
-            "moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute "
-            "moe_hybridep_num_sms_preprocessing moe_ncclep_static_shape moe_ncclep_zero_copy "
-            "moe_expert_rank_capacity_factor moe_paged_stash moe_paged_stash_page_size "
-            "moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu",
+            "moe_enable_deepep moe_expert_rank_capacity_factor moe_paged_stash",
         ),
-        **_names(_REPEAT, "moe_router_force_load_balancing moe_router_force_biased moe_input_jitter_eps"),
         "moe_token_dropping": "Megatron-Core does not read it; set moe_expert_capacity_factor",
         "moe_per_layer_logging": "the engine reports the load of every expert itself",
         **_names(
             _GRAPHS,
-            "enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps "
-            "external_cuda_graph cuda_graph_impl cuda_graph_modules cuda_graph_scope inference_cuda_graph_scope "
-            "delay_offload_until_cuda_graph moe_pad_experts_for_cuda_graph_inference",
+            "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_modules "
+            "cuda_graph_scope inference_cuda_graph_scope delay_offload_until_cuda_graph "
+            "moe_pad_experts_for_cuda_graph_inference",
         ),
         **_names(
             _INFERENCE,
-            "flash_decode inference_rng_tracker inference_sampling_seed nccl_all_reduce_for_prefill "
-            "use_inference_optimized_layers inference_fuse_tp_communication inference_disable_triton_nvls_kernels "
-            "inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels "
-            "inference_moe_token_dispatcher_type mlp_chunks_for_prefill",
+            "flash_decode use_inference_optimized_layers inference_fuse_tp_communication "
+            "inference_disable_triton_nvls_kernels",
         ),
     },
     "OptimizerConfig": {
-        **_names(_LOW_PRECISION_PARAMETERS, "reuse_grad_buf_for_mxfp8_param_ag"),
-        **_names(_FP16, "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
-        **_names(
-            _OTHER_OPTIMIZER,
-            "sgd_momentum muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec "
-            "muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer "
-            "lion_beta1 lion_beta2 soap_shampoo_beta soap_precondition_frequency soap_use_kl_shampoo "
-            "adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps use_layer_wise_distributed_optimizer",
-        ),
+        "reuse_grad_buf_for_mxfp8_param_ag": _LOW_PRECISION_PARAMETERS,
+        "loss_scale": _FP16,
+        "use_layer_wise_distributed_optimizer": _OTHER_OPTIMIZER,
         "overlap_param_gather_with_optimizer_step": _FRESH,
         "grad_norm_skip_threshold": "a step that Megatron-Core skips by itself would not be counted as skipped",
         "log_num_zeros_in_grad": "nothing reports it",
@@ -209,19 +198,106 @@ REFUSED: dict[str, dict[str, str]] = {
         "optimizer_cuda_graph": _GRAPHS,
     },
     "DistributedDataParallelConfig": {
-        **_names(_FRESH, "overlap_param_gather align_param_gather"),
+        **_names(
+            _FRESH,
+            "overlap_param_gather align_param_gather",
+        ),
         "num_distributed_optimizer_instances": _GROUPS,
-        **_names(_LOW_PRECISION_PARAMETERS, "fp8_param_gather fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag"),
+        **_names(
+            _LOW_PRECISION_PARAMETERS,
+            "fp8_param_gather fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag",
+        ),
         **_names(
             _FSDP,
-            "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy suggested_communication_unit_size "
-            "keep_fp8_transpose_cache fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail "
-            "fsdp_all_gather_in_start_param_sync outer_dp_sharding_strategy fsdp_manual_registration "
-            "gradient_reduce_div_fusion megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype "
-            "megatron_fsdp_grad_comm_dtype megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode "
-            "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer",
+            "use_megatron_fsdp use_custom_fsdp",
         ),
         "delay_wgrad_compute": _SCHEDULE_PLAN,
+    },
+    "OptimizerParamScheduler": {},
+}
+
+# Accepted and handed to Megatron-Core, where nothing reads them: why.
+INERT: dict[str, dict[str, str]] = {
+    "TransformerConfig": {
+        **_names(
+            _NO_USER_BUFFERS,
+            "tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
+            "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs "
+            "tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 "
+            "tp_comm_bootstrap_backend",
+        ),
+        **_names(
+            _NO_VARIANT,
+            "mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads "
+            "mtp_hybrid_override_pattern linear_conv_kernel_dim linear_key_head_dim "
+            "linear_value_head_dim linear_num_key_heads linear_num_value_heads "
+            "mup_base_hidden_size mup_embedding_mult mup_base_head_dim "
+            "mup_attn_scale_power mrope_section mamba_state_dim mamba_head_dim mamba_num_groups "
+            "mamba_num_heads mamba_training_ssm_states_dtype use_mamba_mem_eff_path "
+            "moe_shared_expert_gate moe_shared_expert_glu_interleave_size dsa_indexer_n_heads "
+            "dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq "
+            "dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss "
+            "dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation "
+            "dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32",
+        ),
+        **_names(
+            _OWN_ATTENTION,
+            "qk_clip_alpha qk_clip_threshold kitchen_attention_backend",
+        ),
+        **_names(
+            _OWN_LOSS,
+            "cross_entropy_fusion_impl wgrad_deferral_limit",
+        ),
+        "high_priority_a2a_comm_stream": _SCHEDULE_PLAN,
+        **_names(
+            _NO_FLEX,
+            "moe_flex_dispatcher_backend moe_permute_fusion_into_hybridep "
+            "moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms "
+            "moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_blocks_permute "
+            "moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing "
+            "moe_ncclep_static_shape moe_ncclep_zero_copy moe_paged_stash_page_size "
+            "moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu",
+        ),
+        **_names(
+            _NO_BIAS,
+            "moe_router_bias_update_rate moe_router_quantile_balancing_ema",
+        ),
+        **_names(
+            _GRAPHS,
+            "cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps",
+        ),
+        **_names(
+            _INFERENCE,
+            "inference_rng_tracker inference_sampling_seed nccl_all_reduce_for_prefill "
+            "inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels "
+            "inference_moe_token_dispatcher_type mlp_chunks_for_prefill",
+        ),
+    },
+    "OptimizerConfig": {
+        **_names(
+            _OTHER_OPTIMIZER,
+            "sgd_momentum muon_momentum muon_split_qkv muon_nesterov muon_scale_mode "
+            "muon_fp32_matmul_prec muon_coefficient_type muon_num_ns_steps muon_tp_mode "
+            "muon_extra_scale_factor muon_scalar_optimizer lion_beta1 lion_beta2 "
+            "soap_shampoo_beta soap_precondition_frequency soap_use_kl_shampoo "
+            "adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps",
+        ),
+        **_names(
+            _FP16,
+            "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        ),
+    },
+    "DistributedDataParallelConfig": {
+        **_names(
+            _NO_FSDP,
+            "data_parallel_sharding_strategy suggested_communication_unit_size "
+            "keep_fp8_transpose_cache fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail "
+            "fsdp_all_gather_in_start_param_sync outer_dp_sharding_strategy "
+            "fsdp_manual_registration gradient_reduce_div_fusion megatron_fsdp_main_params_dtype "
+            "megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype "
+            "megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode "
+            "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer",
+        ),
     },
     "OptimizerParamScheduler": {},
 }

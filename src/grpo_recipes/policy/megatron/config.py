@@ -106,12 +106,12 @@ def build(kind: type, values: Mapping[str, Any], section: str, given: Collection
         return kind(**{name: _as_typed(value, types[name]) for name, value in values.items()})
     except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:  # Megatron's own checks
         words = set(re.findall(r"\w+", str(error)))
-        named = [name for name in values if name in words]
-        concerned = [name for name in named if name in given]
+        settings = [name for name in values if name in given]
+        concerned = [name for name in settings if name in words] or settings
         raise UserError(
             str(error) or "Megatron-Core refuses this combination",
             where=f"{section}.{concerned[0]}" if len(concerned) == 1 else section,
-            mend=f"change {' or '.join(named or sorted(name for name in given if name in values))}",
+            mend=f"change {' or '.join(concerned)}" if concerned else None,
         ) from error
 
 

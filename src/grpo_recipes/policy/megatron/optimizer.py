@@ -18,6 +18,7 @@ from grpo_recipes.recipe.megatron import scheduler_arguments
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.core.transformer import TransformerConfig
 
     from grpo_recipes.policy.megatron.model import BuiltModel
     from grpo_recipes.recipe.schema import PolicyConfig
@@ -29,6 +30,15 @@ logging.getLogger("megatron.core.distributed.distributed_data_parallel").setLeve
 def wrap_model(built: BuiltModel, policy: PolicyConfig) -> list[DistributedDataParallel]:
     """Every chunk of this rank. Gradients are summed over data-parallel ranks, never averaged (see
     calculate_per_token_loss in config.py). Routers that are frozen get no gradient and no optimizer state."""
+    if policy.megatron_cfg.freeze_moe_router:
+        _freeze_routers(built)
+    config = ddp_config(policy)
+    modules = [Float16Module(built.config, c) if built.config.bf16 else c for c in built.chunks]
+    # Reductions of later chunks have nothing to overlap with, as in Megatron's own training loop.
+    return [DistributedDataParallel(built.config, config, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
+
+
+def ddp_config(policy: PolicyConfig) -> DistributedDataParallelConfig:
     given = policy.megatron_cfg.distributed_data_parallel_config
     values = {
         "use_distributed_optimizer": True,
@@ -42,29 +52,30 @@ def wrap_model(built: BuiltModel, policy: PolicyConfig) -> list[DistributedDataP
             where=f"{WHERE}.optimizer.use_distributed_optimizer",
             mend="leave it out; with one data-parallel rank it costs nothing",
         )
-    if policy.megatron_cfg.freeze_moe_router:
-        _freeze_routers(built)
-    config = build(DistributedDataParallelConfig, values, f"{WHERE}.distributed_data_parallel_config", given)
-    modules = [Float16Module(built.config, c) if built.config.bf16 else c for c in built.chunks]
-    # Reductions of later chunks have nothing to overlap with, as in Megatron's own training loop.
-    return [DistributedDataParallel(built.config, config, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
+    return build(DistributedDataParallelConfig, values, f"{WHERE}.distributed_data_parallel_config", given)
 
 
 def build_optimizer(model: list[DistributedDataParallel], policy: PolicyConfig) -> MegatronOptimizer:
-    config = model[0].config
+    config = optimizer_config(model[0].config, model[0].ddp_config, policy)
+    return get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+
+
+def optimizer_config(
+    config: TransformerConfig, ddp: DistributedDataParallelConfig, policy: PolicyConfig
+) -> OptimizerConfig:
+    given = policy.megatron_cfg.optimizer
     values = {
         "optimizer": "adam",
         "clip_grad": policy.max_grad_norm,
         "bf16": config.bf16,
         "params_dtype": config.params_dtype,
-        "use_distributed_optimizer": model[0].ddp_config.use_distributed_optimizer,
-        "overlap_param_gather": model[0].ddp_config.overlap_param_gather,
+        "use_distributed_optimizer": ddp.use_distributed_optimizer,
+        "overlap_param_gather": ddp.overlap_param_gather,
         "fp8_recipe": config.fp8_recipe if config.fp8 else None,
         "min_lr": 0.0,
-        **policy.megatron_cfg.optimizer,
+        **given,
     }
-    built = build(OptimizerConfig, values, f"{WHERE}.optimizer", policy.megatron_cfg.optimizer)
-    return get_megatron_optimizer(built, model, use_gloo_process_groups=False)
+    return build(OptimizerConfig, values, f"{WHERE}.optimizer", given)
 
 
 def _freeze_routers(built: BuiltModel) -> None:
