@@ -8,7 +8,6 @@ from grpo_recipes.proof.certify_subject import subject_of
 from grpo_recipes.proof.certify_tolerances import FLOAT32
 from grpo_recipes.proof.certify_verdict import Row
 
-
 pytestmark = pytest.mark.timeout(300)
 
 
