@@ -3,6 +3,7 @@
 import json
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from grpo_recipes.policy.contract import empty_batch
 from grpo_recipes.policy.hf.folder import SafetensorsFolder
 from grpo_recipes.policy.hf.fused import published
 from grpo_recipes.policy.megatron.trainer import MegatronPolicy
+from grpo_recipes.policy.megatron.weights import whole_model_name
 from policy_models import (
     LLAMA3_ROPE,
     gradients,
@@ -188,3 +190,31 @@ def test_buckets_stay_small(tmp_path, monkeypatch):
     sizes = [sum(t.nbytes for t in bucket.values()) for bucket in make(tmp_path).weight_buckets()]
     assert len(sizes) > 3
     assert max(sizes) <= 30_000
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
+        ("decoder.layers.1.mlp.router.weight", "decoder.layers.7.mlp.router.weight"),
+        (
+            "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight",
+            "decoder.layers.6.mlp.experts.local_experts.19.linear_fc2.weight",
+        ),
+        (  # TransformerEngine's grouped GEMM
+            "decoder.layers.0.mlp.experts.linear_fc1.weight12",
+            "decoder.layers.6.mlp.experts.local_experts.28.linear_fc1.weight",
+        ),
+        (  # and its norms, held by the layers after them
+            "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+            "decoder.layers.6.input_layernorm.weight",
+        ),
+        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.6.pre_mlp_layernorm.weight"),
+        ("decoder.layers.0.self_attention.linear_qkv.bias", "decoder.layers.6.self_attention.linear_qkv.bias"),
+    ],
+)
+def test_names_in_the_whole_model(name, wanted):
+    """Of a stage that starts at the seventh layer, and a rank whose first expert is the seventeenth."""
+    layers = [SimpleNamespace(layer_number=number) for number in (7, 8)]
+    chunk = SimpleNamespace(decoder=SimpleNamespace(layers=layers))
+    assert whole_model_name(name, chunk, first_expert=16) == wanted

@@ -89,7 +89,7 @@ class WeightMap:
         first_expert = groups.ep.rank() * (experts // groups.ep.size())
         self.placed: dict[str, Placed] = {}
         for chunk, name, parameter in ((c, *item) for c in built.chunks for item in c.named_parameters()):
-            whole_name = _whole_model_name(name, chunk, first_expert)
+            whole_name = whole_model_name(name, chunk, first_expert)
             if whole_name not in by_name:
                 raise UserError(f"no Hugging Face name is known for {whole_name}", where=f"family {family.model_type}")
             # Experts are laid out by expert parallelism and cut by expert tensor parallelism.
@@ -255,7 +255,7 @@ def all_rules(family: Family, num_layers: int, num_experts: int, tied: bool) -> 
             yield rule
 
 
-def _whole_model_name(name: str, chunk: GPTModel, first_expert: int) -> str:
+def whole_model_name(name: str, chunk: GPTModel, first_expert: int) -> str:
     """Indices of layers and experts on this rank -> in the whole model; TransformerEngine's names -> the local spec's."""
     if not name.startswith("decoder.layers."):
         return name
