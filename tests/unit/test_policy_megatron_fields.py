@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.enums import AttnBackend
 
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.hf.families import family_of
 from grpo_recipes.policy.hf.folder import read_config
-from grpo_recipes.policy.megatron import config as megatron_config
+from grpo_recipes.policy.megatron import trainer  # before the others: it makes Megatron-Core run on a CPU
+from grpo_recipes.policy.megatron.config import transformer_config
 from grpo_recipes.policy.megatron.optimizer import ddp_config, optimizer_config
-from grpo_recipes.policy.megatron.trainer import MegatronPolicy
 from grpo_recipes.recipe.megatron import (
     SCHEDULER_ARGUMENTS,
     default_of,
@@ -29,6 +29,7 @@ from grpo_recipes.recipe.megatron_limits import DERIVED, FIXED, INERT, NEEDS, RE
 from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
 from policy_models import policy_config, policy_gradient_loss, random_batch, write_model
 
+CHECK_HARDWARE = "grpo_recipes.policy.megatron.config._check_hardware"
 CLASSES = ("TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
 
 # Values that a rule by type does not find, and what has to be set with them.
@@ -189,7 +190,7 @@ def configs(folder: Path, settings: dict[str, Any], precision: str) -> dict[str,
     """What the trainer gives to Megatron, by class."""
     policy = recipe(folder, settings, precision)
     hf = read_config(folder, trust_remote_code=False)
-    transformer = megatron_config.transformer_config(hf, family_of(hf), policy)
+    transformer = transformer_config(hf, family_of(hf), policy)
     ddp = ddp_config(policy)
     return {
         "TransformerConfig": transformer,
@@ -230,7 +231,7 @@ def test_every_field_reaches_megatron_or_is_refused_with_a_reason(
                     if not torch.cuda.is_available():
                         with pytest.raises(UserError, match="needs a GPU"):
                             configs(folder, settings, precision)
-                    patch.setattr(megatron_config, "_check_hardware", lambda policy: None)
+                    patch.setattr(CHECK_HARDWARE, lambda policy: None)
                 try:
                     built = configs(folder, settings, precision)[class_name]
                 except UserError as error:
@@ -328,7 +329,7 @@ def test_a_worker_holds_what_the_recipe_says(models: dict[str, Path]) -> None:
     policy = policy_config(folder, precision="float32", megatron_cfg=TOGETHER)
     assert megatron_problems(policy.megatron_cfg) == []
     assert setting_problems(policy, on_gpus=False) == []
-    worker = MegatronPolicy(policy, 1.0, 20, folder)
+    worker = trainer.MegatronPolicy(policy, 1.0, 20, folder)
     in_layer = worker.built.chunks[0].decoder.layers[0].mlp.router.config
     ddp, optimizer, scheduler = worker.model[0].ddp_config, worker.optimizer.config, worker.scheduler
     for given, holder in (
@@ -376,7 +377,7 @@ def test_what_megatron_refuses_names_the_settings(
     cfg: dict[str, Any], expected: str, concerned: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As though the recipe had not been validated at all."""
-    monkeypatch.setattr(megatron_config, "_check_hardware", lambda policy: None)
+    monkeypatch.setattr(CHECK_HARDWARE, lambda policy: None)
     with pytest.raises(UserError) as error:
         configs(models["llama"], cfg, "float32")
     assert expected in error.value.message
@@ -387,7 +388,7 @@ def test_no_code_sets_a_field_after_megatron_has_checked_it() -> None:
     """Covers: values set after Megatron's own validation. Hooks are no settings."""
     known = {name for class_name in CLASSES for name in fields()[class_name]}
     hooks = {name for name in known if "Callable" in fields()["TransformerConfig"].get(name, {"type": ""})["type"]}
-    source = Path(megatron_config.__file__).parents[2]
+    source = Path(trainer.__file__).parents[2]
     found = set()
     for path in source.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -408,7 +409,7 @@ def test_a_changed_copy_is_checked_again(models: dict[str, Path]) -> None:
 
 
 def test_enums_dtypes_and_tuples(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_config, "_check_hardware", lambda policy: None)
+    monkeypatch.setattr(CHECK_HARDWARE, lambda policy: None)
     settings = {
         "attention_backend": "flash",
         "pipeline_model_parallel_size": 2,
@@ -419,7 +420,8 @@ def test_enums_dtypes_and_tuples(models: dict[str, Path], monkeypatch: pytest.Mo
         },
     }
     built = configs(models["llama"], settings, "bfloat16")
-    assert built["TransformerConfig"].attention_backend is AttnBackend.flash
+    backend = built["TransformerConfig"].attention_backend
+    assert isinstance(backend, enum.Enum) and backend.name == "flash"
     assert built["TransformerConfig"].params_dtype is torch.bfloat16
     layout = built["TransformerConfig"].pipeline_model_parallel_layout
     assert [len(stage[0]) for stage in layout.layout] == [2, 4]

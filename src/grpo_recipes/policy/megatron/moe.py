@@ -8,8 +8,12 @@ in the end, so these losses have to carry that division themselves.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from megatron.core.transformer import TransformerConfig
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 
 def set_aux_loss_scale(config: TransformerConfig, tokens: int) -> None:
