@@ -11,6 +11,7 @@ from pathlib import Path
 
 from grpo_recipes import job
 from grpo_recipes.engine import checkpoint, loop, policy_group
+from grpo_recipes.policy import safetensors_stream
 
 folder, point, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -23,6 +24,7 @@ def die_at(place: str, current: int) -> None:
 update = loop.Reporter.update
 train = policy_group.PolicyGroup.train
 write_json = checkpoint.write_json
+write_stream = safetensors_stream.write_stream
 done = 0
 
 
@@ -48,6 +50,14 @@ def watched_write_json(path, content):
         die_at("before the rename", done)
 
 
+def watched_write_stream(path, tensors, metadata):
+    if (point, step) == ("half a file", done):
+        path.write_bytes(b"half")
+    die_at("half a file", done)
+    return write_stream(path, tensors, metadata)
+
+
+safetensors_stream.write_stream = watched_write_stream
 loop.Reporter.update = watched_update
 policy_group.PolicyGroup.train = watched_train
 checkpoint.write_json = watched_write_json

@@ -91,6 +91,20 @@ def test_killed_in_every_phase(uninterrupted, tmp_path):
     assert manifest["attempts"][-1]["resumed_from"] == 6
 
 
+def test_killed_while_checkpoints_are_written_in_the_background(uninterrupted, tmp_path):
+    path = start(tmp_path / "background", (*OVERRIDES, "checkpointing.async_save=true"))
+    checkpoints = path / "checkpoints"
+    for point, step in (("half a file", 2), ("before the rename", 3)):
+        killed = job(path, point, step)
+        assert killed.returncode == -signal.SIGKILL, f"{point} {step}: {killed.stdout}{killed.stderr}"
+        assert max(checkpoint.name for checkpoint in checkpoints.glob("step_*")) == f"step_{step - 1:06d}"
+        if point == "half a file":
+            assert (checkpoints / ".writing_step_000002" / "policy" / "rank-00000.safetensors").read_bytes() == b"half"
+    finished = job(path)
+    assert finished.returncode == 0, finished.stderr
+    assert outcome(path) == uninterrupted
+
+
 def test_a_damaged_checkpoint_falls_back_and_ends_the_same(uninterrupted, tmp_path):
     path = start(tmp_path / "damaged")
     assert job(path, "generation", 4).returncode == -signal.SIGKILL

@@ -4,6 +4,8 @@ without an error, a scheduler that adds the saved steps to its own."""
 import json
 import resource
 import signal
+import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from grpo_recipes.errors import UserError
+from grpo_recipes.policy.megatron import checkpoint
 from grpo_recipes.policy.megatron.optimizer import distributed_optimizers
 from grpo_recipes.policy.megatron.trainer import MegatronPolicy
-from policy_models import policy_config, policy_gradient_loss, random_batch, weights_of, write_llama
+from grpo_recipes.runs.files import folder_sha256
+from policy_models import policy_config, policy_gradient_loss, random_batch, weights_of, write_llama, write_model
 
 CFG = {
     "optimizer": {"lr": 1e-2, "weight_decay": 0.1},
@@ -44,9 +48,13 @@ def train(policy, batches):
     return [policy.train([batch], policy_gradient_loss) for batch in batches]
 
 
-def saved(policy, path):
+def empty(path):
     path.mkdir()
-    policy.save(path)
+    return path
+
+
+def saved(policy, path):
+    policy.save(empty(path))
     return path
 
 
@@ -207,15 +215,126 @@ def test_a_truncated_file_is_an_error(folder, tmp_path):
         policy.load(path)
 
 
-def test_a_full_disk_is_an_operating_system_error(folder, tmp_path):
-    """safetensors has an exception of its own, which the checkpoint store would not take for a full disk."""
+@pytest.fixture
+def full_disk():
+    """The kernel refuses to write more than 4 KiB to a file, as it does on a full disk."""
+
+    @contextmanager
+    def limited():
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+
+    return limited()
+
+
+def test_a_full_disk_is_an_operating_system_error(folder, tmp_path, full_disk):
     policy = make(folder)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
+    with full_disk, pytest.raises(OSError, match=r"File too large.*rank-00000\.safetensors"):
+        policy.save(tmp_path)
+
+
+def test_steps_taken_while_a_save_goes_on_are_not_in_it(folder, tmp_path, monkeypatch):
+    policy = make(folder)
+    train(policy, BATCHES[:2])
+    wanted = policy.save(empty(tmp_path / "foreground"))
+    may_write = threading.Event()
+    write = checkpoint.Contents.write
+    monkeypatch.setattr(checkpoint.Contents, "write", lambda *args: may_write.wait(60) and write(*args))
+    policy.start_save(empty(tmp_path / "background"))
+    assert policy.finish_save(wait=False) is None
+    train(policy, BATCHES[2:5])
+    may_write.set()
+    assert policy.finish_save(wait=True) == wanted == folder_sha256(tmp_path / "background")
+
+
+def test_host_memory_of_a_background_save_is_used_again(folder, tmp_path):
+    policy = make(folder)
+    assert policy.finish_save(wait=True) is None
+    blocks = set()
+    for step in range(3):
+        train(policy, BATCHES[step : step + 1])
+        policy.start_save(empty(tmp_path / str(step)))
+        blocks.add(policy._checkpoints._host._block.data_ptr())
+    assert policy.finish_save(wait=True) == folder_sha256(tmp_path / "2")
+    assert len(blocks) == 1
+    elements = sum(weight.numel() for weight in weights_of(policy).values())
+    assert 12 * elements <= len(policy._checkpoints._host._block) < 13 * elements + 100_000
+
+
+def test_a_full_disk_in_the_background_is_raised_when_it_is_asked_for(folder, tmp_path, full_disk):
+    policy = make(folder)
+    with full_disk:
+        policy.start_save(tmp_path)
         with pytest.raises(OSError, match=r"File too large.*rank-00000\.safetensors"):
-            policy.save(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+            policy.finish_save(wait=True)
+
+
+def test_frozen_parameters_come_back(tmp_path):
+    """Their weights are nowhere in the optimizer."""
+    write_model("qwen3_moe", tmp_path / "model")
+    cfg = CFG | {"freeze_moe_router": True}
+    policies = [MegatronPolicy(policy_config(tmp_path / "model", megatron_cfg=cfg), 1.0, 9, tmp_path / "model")]
+    changes = {"megatron_cfg": cfg, "initial_weights": "random", "init_seed": 3}
+    policies.append(MegatronPolicy(policy_config(tmp_path / "model", **changes), 1.0, 9, tmp_path / "model"))
+    train(policies[0], BATCHES[:2])
+    assert not torch.equal(*(weights_of(policy)["model.layers.1.mlp.gate.weight"] for policy in policies))
+    policies[1].load(saved(policies[0], tmp_path / "c"))
+    wanted = weights_of(policies[0])
+    assert all(torch.equal(wanted[name], weight) for name, weight in weights_of(policies[1]).items())
+    assert train(policies[0], BATCHES[2:4]) == train(policies[1], BATCHES[2:4])
+    thawed = MegatronPolicy(policy_config(tmp_path / "model", megatron_cfg=CFG), 1.0, 9, tmp_path / "model")
+    with pytest.raises(UserError, match=r"gate\.weight was frozen"):
+        thawed.load(tmp_path / "c")
+
+
+def test_buffers_come_back(tmp_path):
+    """The bias by which a router is balanced without a loss moves with every step, and has no gradient."""
+    write_model("qwen3_moe", tmp_path / "model")
+    cfg = CFG | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    policy, again = (
+        MegatronPolicy(policy_config(tmp_path / "model", megatron_cfg=cfg), 1.0, 9, tmp_path / "model")
+        for _ in range(2)
+    )
+    train(policy, BATCHES[:3])
+    bias = policy.built.chunks[0].decoder.layers[1].mlp.router.expert_bias
+    assert bias.any()
+    path = saved(policy, tmp_path / "c")
+    again.load(path)
+    assert torch.equal(again.built.chunks[0].decoder.layers[1].mlp.router.expert_bias, bias)
+    assert train(policy, BATCHES[3:5]) == train(again, BATCHES[3:5])
+    rewrite(path, lambda tensors, header: tensors.pop("buffer/decoder.layers.1.mlp.router.expert_bias"))
+    with pytest.raises(UserError, match=r"lacks buffer/decoder\.layers\.1\.mlp\.router\.expert_bias"):
+        again.load(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        (
+            "llama",
+            {"vocab_size": 23},
+            r"model\.embed_tokens\.weight is 17 x 48 in the checkpoint, 23 x 48 in the model",
+        ),
+        ("llama", {"num_hidden_layers": 3}, r"it lacks model\.layers\.2\.\S+ and 8 more tensors"),
+        ("llama", {"tie_word_embeddings": True}, r"it has lm_head\.weight"),
+        ("llama", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}, "its attention has"),
+        ("qwen3", {}, r"it lacks model\.layers\.0\.self_attn\.k_norm\.weight and 3 more"),
+    ],
+)
+def test_another_model_is_an_error_and_changes_nothing(family, config, message, folder, tmp_path):
+    policy = make(folder)
+    train(policy, BATCHES[:1])
+    path = saved(policy, tmp_path / "c")
+    write_model(family, tmp_path / "model", **config)
+    other = make(tmp_path / "model")
+    train(other, BATCHES[:1])
+    before = weights_of(other)
+    with pytest.raises(UserError, match=f"a checkpoint of another model: {message}"):
+        other.load(path)
+    assert all(torch.equal(before[n], w) for n, w in weights_of(other).items())
