@@ -167,6 +167,9 @@ def test_scheduler_arguments() -> None:
         "wd_incr_steps": 100,
         "wd_incr_style": "constant",
     }
+    unset = MegatronConfig(optimizer={"lr": 1e-3}, scheduler={"lr_decay_iters": None})
+    assert megatron_problems(unset) == []
+    assert scheduler_arguments(unset, total_steps=10)["lr_decay_steps"] == 10
     plain = scheduler_arguments(MegatronConfig(optimizer={"lr": 1e-3}), total_steps=10)
     assert (plain["lr_decay_style"], plain["lr_decay_steps"], plain["start_wd"]) == ("constant", 10, 0.01)
 
@@ -204,3 +207,112 @@ def test_every_table_speaks_of_fields_that_exist() -> None:
 def test_what_is_switched_off_may_be_said(harmless: dict[str, Any]) -> None:
     """As published recipes for NeMo-RL do."""
     assert problems(**harmless) == []
+
+
+# Every key under policy.megatron_cfg of NeMo-RL's GRPO recipes (v0.3 to v0.7) that is no mapping itself, with a value
+# that they give it.
+NEMO_RL_ACCEPTED: dict[str, Any] = {
+    "enabled": True,
+    "empty_unused_memory_level": 1,
+    "activation_checkpointing": True,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 2,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "freeze_moe_router": True,
+    "moe_router_dtype": "fp64",
+    "moe_router_load_balancing_type": "none",
+    "moe_router_bias_update_rate": 0.0,
+    "moe_permute_fusion": False,
+    "moe_per_layer_logging": False,
+    "moe_enable_deepep": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_shared_expert_overlap": False,
+    "moe_grouped_gemm": True,
+    "bias_activation_fusion": True,
+    "gradient_accumulation_fusion": False,
+    "use_fused_weighted_squared_relu": False,
+    "mtp_num_layers": 0,
+    "mtp_loss_scaling_factor": 0.0,
+    "mtp_use_repeated_layer": False,
+    "mtp_detach_heads": False,
+    "recompute_granularity": "full",
+    "recompute_modules": None,
+    "fine_grained_activation_offloading": False,
+    "offload_modules": None,
+    "cuda_graph_impl": "none",
+    "cuda_graph_modules": [],
+    "cuda_graph_warmup_steps": 3,
+    "force_reconvert_from_hf": False,
+    "use_gloo_process_groups": False,
+    "use_fused_linear_logprobs": False,
+    "defer_fp32_logits": False,
+    "env_vars": None,
+    "fp8_cfg": None,
+    "peft": {"enabled": False, "dim": 8},
+    "optimizer": {
+        "optimizer": "adam",
+        "lr": 3e-7,
+        "min_lr": 3e-8,
+        "weight_decay": 0.01,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_eps": 1e-8,
+        "sgd_momentum": 0.9,
+        "use_distributed_optimizer": True,
+        "use_precision_aware_optimizer": True,
+        "optimizer_cpu_offload": False,
+        "optimizer_offload_fraction": 0.0,
+        "overlap_cpu_optimizer_d2h_h2d": False,
+    },
+    "scheduler": {
+        "start_weight_decay": 0.01,
+        "end_weight_decay": 0.01,
+        "weight_decay_incr_style": "constant",
+        "lr_decay_style": "constant",
+        "lr_decay_iters": 1000,
+        "lr_warmup_iters": 13,
+        "lr_warmup_init": 3e-8,
+    },
+    "distributed_data_parallel_config": {
+        "grad_reduce_in_fp32": False,
+        "overlap_grad_reduce": True,
+        "use_custom_fsdp": False,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+    },
+}
+
+
+def test_keys_of_published_recipes_are_accepted() -> None:
+    assert problems(**NEMO_RL_ACCEPTED) == []
+
+
+@pytest.mark.parametrize(
+    ("cfg", "expected"),
+    [
+        ({"apply_rope_fusion": True}, "can only be false"),
+        ({"pipeline_dtype": "bfloat16"}, "it follows policy.precision"),
+        ({"optimizer": {"lr": 1e-3, "bf16": True}}, "it follows policy.precision"),
+        ({"optimizer": {"lr": 1e-3, "params_dtype": "float32"}}, "it follows policy.precision"),
+        ({"optimizer": {"lr": 1e-3, "clip_grad": 1.0}}, "set policy.max_grad_norm"),
+        (
+            {"distributed_data_parallel_config": {"average_in_collective": True}},
+            "already carries its global denominator",
+        ),
+        ({"distributed_data_parallel_config": {"overlap_param_gather": True}}, "would still be stale"),
+        ({"converter_type": "Qwen2ForCausalLM"}, "the model's family follows from its config.json"),
+        ({"checkpoint": {"async_save": True}}, "see checkpointing"),
+        ({"env_vars": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}}, "the launcher's profile"),
+        ({"defer_fp32_logits": True}, "logits are never whole in float32"),
+        ({"fused_linear_logprobs_chunk_size": 256}, "in chunks of a fixed size"),
+        ({"fp8_cfg": {"enabled": True, "fp8": "e4m3", "fp8_recipe": "blockwise"}}, "set policy.megatron_cfg.fp8 and"),
+    ],
+)
+def test_keys_of_published_recipes_that_mean_something_else_here(cfg: dict[str, Any], expected: str) -> None:
+    found = problems(**cfg)
+    assert len(found) == 1
+    assert expected in found[0]

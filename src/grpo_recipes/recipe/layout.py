@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from grpo_recipes.recipe.megatron import given_fields
 from grpo_recipes.recipe.model_flops import ModelShape
@@ -179,7 +180,7 @@ def _layers(cfg: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
         yield Problem(f"{_CFG}.{counted[0]}", "leaves a stage without any layer", "use fewer stages")
 
 
-def _explicit_layout(layout: str | list, layers: int, pipeline: int, virtual: int) -> Iterator[Problem]:
+def _explicit_layout(layout: str | list[Any], layers: int, pipeline: int, virtual: int) -> Iterator[Problem]:
     where = f"{_CFG}.pipeline_model_parallel_layout"
     try:
         stages = _parse(layout)
@@ -202,7 +203,7 @@ def _explicit_layout(layout: str | list, layers: int, pipeline: int, virtual: in
         yield Problem(where, "has a stage without any layer", "give every stage at least one")
 
 
-def _parse(layout: str | list) -> list[list[str]]:
+def _parse(layout: str | list[Any]) -> list[list[str]]:
     """Stages of layer names, from Megatron-Core's notation: E embedding, t layer, L loss, | between stages, *n repeats
     what stands before it (one letter, or several in parentheses)."""
     if isinstance(layout, list):

@@ -161,6 +161,8 @@ def _closest(value: Any, choices: list[str] | tuple[str, ...]) -> str:
 def _scheduler_keys(where: str, given: Mapping[str, Any]) -> Iterator[Problem]:
     known = fields()["OptimizerParamScheduler"]
     for key, value in given.items():
+        if key == "lr_decay_iters" and value is None:  # the length of the run
+            continue
         if key in SCHEDULER_ARGUMENTS:
             yield from _type(f"{where}.{key}", value, known[SCHEDULER_ARGUMENTS[key]]["accepts"], _STYLES.get(key))
             continue
@@ -249,7 +251,7 @@ def scheduler_arguments(cfg: MegatronConfig, total_steps: int) -> dict[str, Any]
         "start_wd": weight_decay,
         "end_wd": given.get("start_weight_decay", weight_decay),
         "wd_incr_style": "constant",
-        **{SCHEDULER_ARGUMENTS[key]: value for key, value in given.items()},
+        **{SCHEDULER_ARGUMENTS[key]: value for key, value in given.items() if value is not None},
     }
     return {
         "max_lr": optimizer["lr"],

@@ -20,9 +20,13 @@ from grpo_recipes.policy.megatron.weights import WeightMap
 if TYPE_CHECKING:
     from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
 
-SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-# Fields of TransformerConfig that speak of how a model is split, and nothing of what it computes.
+SIZES = tuple(f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model"))
+# Fields that speak of how a model is split and trained, and nothing of what it computes. Some demand a split.
 OF_A_SPLIT_MODEL = (
+    *SIZES,
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "activation_checkpointing",
     "virtual_pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -32,9 +36,14 @@ OF_A_SPLIT_MODEL = (
     "microbatch_group_size_per_vp_stage",
     "overlap_p2p_comm",
     "batch_p2p_comm",
+    "defer_embedding_wgrad_compute",
     "tp_comm_overlap",
     "cp_comm_type",
     "hierarchical_context_parallel_sizes",
+    "moe_token_dispatcher_type",
+    "moe_enable_deepep",
+    "overlap_moe_expert_parallel_comm",
+    "moe_shared_expert_overlap",
 )
 
 
@@ -63,13 +72,11 @@ class WholeModel:
 
 def is_split(megatron: MegatronConfig) -> bool:
     """Whether a rank of the trainer holds, or computes, less than the whole model."""
-    return any(getattr(megatron, f"{name}_parallel_size") > 1 for name in SIZES)
+    return any(getattr(megatron, size) > 1 for size in (*SIZES, "expert_tensor_parallel_size"))
 
 
 def without_parallelism(megatron: MegatronConfig) -> MegatronConfig:
-    kept = megatron.model_dump(exclude=set(OF_A_SPLIT_MODEL))
-    whole = {f"{name}_parallel_size": 1 for name in SIZES}
-    return type(megatron).model_validate(kept | whole | {"sequence_parallel": False})
+    return type(megatron).model_validate(megatron.model_dump(exclude_unset=True, exclude=set(OF_A_SPLIT_MODEL)))
 
 
 def groups_of_one() -> ProcessGroupCollection:
