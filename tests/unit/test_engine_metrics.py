@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from grpo_recipes.engine.metrics import reward_metrics, training_metrics
+from grpo_recipes.engine.metrics import expert_load_metrics, reward_metrics, training_metrics
 from grpo_recipes.engine.policy_group import Mismatch
 from grpo_recipes.policy.contract import TrainStats
 
@@ -30,3 +30,12 @@ def test_no_judgement_is_no_reward():
     rewards, invalid = torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool)
     found = reward_metrics(rewards, invalid, rewards, torch.ones(2, dtype=torch.bool), ["no"] * 4)
     assert "train/reward" not in found and found["train/grader_errors"] == 4.0
+
+
+def test_expert_load_is_the_mean_over_optimizer_steps():
+    stats = [TrainStats(0.0, 0.0, 0.0, False, {}, {}, ((0.0, 0.0), load)) for load in ((0.5, 1.5), (1.0, 1.0))]
+    assert expert_load_metrics(stats, each=False) == {"train/expert_load_max": 1.25, "train/expert_load_min": 0.75}
+    each = expert_load_metrics(stats, each=True)
+    assert each["train/expert_load/layer_1/expert_0"] == 0.75
+    assert "train/expert_load/layer_0/expert_0" not in each  # a layer without experts
+    assert expert_load_metrics([TrainStats(0.0, 0.0, 0.0, False, {}, {})], each=True) == {}

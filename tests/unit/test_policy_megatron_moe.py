@@ -137,3 +137,22 @@ def test_settings_that_change_no_gradient(settings: dict[str, Any], experts: tup
     assert found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_load_of_every_expert_equals_the_choices_of_transformers(experts):
+    folder, model = experts
+    batch = random_batch(9, seed=4)
+    policy = make(folder, sequence_parallel=False)
+    stats = policy.train([batch.select(range(4)), batch.select(range(4, 9))], policy_gradient_loss)
+    gate = model.double().model.layers[0].mlp.gate
+    logits = router_inputs(model, batch) @ gate.weight.detach().T
+    counts = torch.bincount(logits.topk(CHOSEN).indices.flatten(), minlength=EXPERTS).double()
+    [load] = stats.expert_load
+    assert load == pytest.approx((counts * EXPERTS / counts.sum()).tolist())
+    assert sum(load) == pytest.approx(EXPERTS)
+
+
+def test_a_dense_model_has_no_load(tmp_path):
+    write_model("llama", tmp_path)
+    stats = make(tmp_path).train([random_batch(3)], policy_gradient_loss)
+    assert stats.expert_load == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from grpo_recipes.engine.packing import PackingStats
@@ -81,6 +82,26 @@ def training_metrics(stats: Sequence[TrainStats], mismatch: Mismatch, tokens: in
         }
         if "kl" in taken[0].sums:
             metrics["train/kl"] = token_mean("kl")
+    return metrics
+
+
+def expert_load_metrics(stats: Sequence[TrainStats], *, each: bool) -> dict[str, float]:
+    """The largest and smallest share of a layer's tokens that went to one expert, in multiples of an even share, means
+    over the optimizer steps of the batch; with `each` that of every expert, too. Nothing for a dense model."""
+    if not stats[0].expert_load:
+        return {}
+    load_LE = torch.tensor([s.expert_load for s in stats], dtype=torch.float64).mean(0)
+    layers = [layer for layer, load_E in enumerate(load_LE) if load_E.any()]  # those that have experts
+    metrics = {
+        "train/expert_load_max": float(load_LE[layers].max()),
+        "train/expert_load_min": float(load_LE[layers].min()),
+    }
+    if each:
+        metrics |= {
+            f"train/expert_load/layer_{layer}/expert_{expert}": load
+            for layer in layers
+            for expert, load in enumerate(load_LE[layer].tolist())
+        }
     return metrics
 
 

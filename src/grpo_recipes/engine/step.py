@@ -13,6 +13,7 @@ from grpo_recipes.data.sampler import next_indices
 from grpo_recipes.engine.advantages import group_advantages, zero_variance_groups
 from grpo_recipes.engine.batch import Sample, make_batch, split_evenly
 from grpo_recipes.engine.metrics import (
+    expert_load_metrics,
     packing_metrics,
     reward_metrics,
     rollout_metrics,
@@ -83,6 +84,7 @@ def grpo_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
         with phase("policy_training"):
             stats = [parts.policy.train(step, parts.loss) for step in range(len(optimizer_steps))]
         metrics |= training_metrics(stats, mismatch, int(batch.mask.sum()))
+        metrics |= expert_load_metrics(stats, each=recipe.logger.load_of_every_expert)
 
     version = state.weight_version + sum(not s.skipped for s in stats)
     with phase("refit"):

@@ -105,6 +105,8 @@ class TrainStats:
     skipped: bool  # true if loss or gradient was not finite: weights, optimizer and scheduler are as before
     sums: dict[str, float]
     maxima: dict[str, float]
+    # [layer][expert] tokens sent to an expert over an even share of its layer's tokens; empty for a dense model
+    expert_load: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,7 @@ class LoggerConfig(Section):
     mlflow: bool = False
     trackio: bool = False
     project: str = "grpo-recipes"
+    load_of_every_expert: bool = False  # a metric for each expert of each layer, besides the largest and the smallest
     num_rollouts_to_keep: NonNegativeInt = 8  # rollouts written as text per step
 
 

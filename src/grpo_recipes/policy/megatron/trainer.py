@@ -34,7 +34,9 @@ from grpo_recipes.policy.logprobs import logprobs_and_entropy  # noqa: E402
 from grpo_recipes.policy.megatron import checkpoint, parallel  # noqa: E402
 from grpo_recipes.policy.megatron.core_attention import packed_inputs  # noqa: E402
 from grpo_recipes.policy.megatron.decode import Decoder  # noqa: E402
+from grpo_recipes.policy.megatron.expert_load import ExpertLoad  # noqa: E402
 from grpo_recipes.policy.megatron.model import build_model  # noqa: E402
+from grpo_recipes.policy.megatron.moe import set_aux_loss_scale  # noqa: E402
 from grpo_recipes.policy.megatron.optimizer import build_optimizer, build_scheduler, wrap_model  # noqa: E402
 from grpo_recipes.policy.megatron.weights import WeightMap  # noqa: E402
 from grpo_recipes.policy.padding import pad  # noqa: E402
@@ -95,6 +97,10 @@ class MegatronPolicy:
             checkpoint.Trained(self.weights, self.built.chunks, self.model, self.optimizer, self.scheduler)
         )
         self._reference = self._copy_weights("cpu") if needs_reference else None
+        config = self.built.config
+        experts = config.num_moe_experts
+        self._expert_load = ExpertLoad(self.built.chunks, config.num_layers, experts) if experts else None
+        self._empty_unused = policy.megatron_cfg.empty_unused_memory_level if torch.cuda.is_available() else 0
 
     # -- the contract -------------------------------------------------------------------------------------------
     def share(self, batch: Batch | None) -> Batch:
@@ -106,6 +112,8 @@ class MegatronPolicy:
 
     def train(self, microbatches: Sequence[Batch], loss: Loss) -> TrainStats:
         total, sums, maxima = self.accumulate(microbatches, loss)
+        if self._empty_unused >= 1:
+            torch.cuda.empty_cache()
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         learning_rate = self.learning_rate
@@ -113,7 +121,10 @@ class MegatronPolicy:
         if not skipped:
             self.optimizer.step()
             self.scheduler.step(1)
-        return TrainStats(total, grad_norm, learning_rate, skipped, sums, maxima)
+        if self._empty_unused >= 2:
+            torch.cuda.empty_cache()
+        load = self._expert_load.shares() if self._expert_load is not None else ()
+        return TrainStats(total, grad_norm, learning_rate, skipped, sums, maxima, load)
 
     def logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
         for chunk in self.model:
@@ -167,6 +178,9 @@ class MegatronPolicy:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self._expert_load is not None:
+            self._expert_load.reset()
+            set_aux_loss_scale(self.built.config, self._tokens_of_all_ranks(microbatches))
         return _combine(self._run(microbatches, loss))
 
     @torch.no_grad()
@@ -226,6 +240,13 @@ class MegatronPolicy:
             forward_only=loss is None,
             collect_non_loss_data=loss is None,
         )
+
+    def _tokens_of_all_ranks(self, microbatches: Sequence[Batch]) -> int:
+        """What routers will see of the step, padding included (see moe.set_aux_loss_scale)."""
+        mine = sum(self._alignment.computed(m.lengths.tolist()) for m in microbatches)
+        tokens = torch.tensor(mine, device=self.device)
+        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+        return int(tokens)
 
     def _forward(self, batch: Batch, model: torch.nn.Module, loss: Loss | None) -> tuple[Tensor, Any]:
         padded = pad(batch.token_ids, batch.lengths, self._alignment)
