@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import time
@@ -77,7 +76,6 @@ class CertifyWorker:
     def _leave(self) -> None:
         from grpo_recipes.policy.megatron import parallel
 
-        gc.collect()  # the trainer holds its groups in cycles
         parallel.destroy()
         dist.destroy_process_group()
 
@@ -103,6 +101,7 @@ class CertifyWorker:
         stats = [policy.train(self._microbatches(policy, batch, cut), LOSS) for batch in reference.batches]
         rounding = torch.finfo(policy.built.config.params_dtype).eps
         weights = differences_of_weights(weights_of(policy), _part(exact, "weight/"), rounding, reference.changes)
+        policy.close()
         return Measured(
             **_scalars(stats, reference),
             logprob=logprob,
