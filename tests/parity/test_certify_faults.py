@@ -4,6 +4,7 @@ import pytest
 
 from grpo_recipes.proof.certify import Bench, Certificate, make_plan, open_bench
 from grpo_recipes.proof.certify_layouts import Layout, parse
+from grpo_recipes.proof.certify_pool import Pool
 from grpo_recipes.proof.certify_subject import subject_of
 from grpo_recipes.proof.certify_tolerances import FLOAT32
 from grpo_recipes.proof.certify_verdict import Row
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def bench():
     plan = make_plan(subject_of(None, [], "llama"), ["tp2.sp", "dp2"], device="cpu")
-    with open_bench(plan) as opened:
+    with Pool(2, "cpu") as pool, open_bench(plan, pool) as opened:
         yield opened
 
 

@@ -6,29 +6,26 @@ Face transformers in float64 (proof/certify_reference.py) on the same random che
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from unittest.mock import patch
 
 from grpo_recipes.errors import UserError
 from grpo_recipes.proof.certify_layouts import Layout, fitting, layers_for, matrix, parse, unfit
-from grpo_recipes.proof.certify_subject import Subject
+from grpo_recipes.proof.certify_pool import Pool
+from grpo_recipes.proof.certify_subject import CUDA_ONLY, Subject
 from grpo_recipes.proof.certify_tolerances import Precision, Tolerances, tolerances
 from grpo_recipes.proof.certify_verdict import CUTS, Row, failures, of_all_ranks
 from grpo_recipes.recipe.schema import PolicyConfig
 from grpo_recipes.recipe.shrink import num_experts, shrink
 
 if TYPE_CHECKING:
-    from grpo_recipes.cluster.process import ProcessGroup
     from grpo_recipes.proof.certify_reference import Reference
 
 Device = Literal["auto", "cpu", "cuda"]
-TIME_LIMIT_S = 300  # of one layout, and of the start of the pool
 MAX_PROCESSES = 8
 LONGEST_SEQUENCE = 64  # more than any of the reference's
 
@@ -123,8 +120,11 @@ def certify(plan: Plan, tell: Callable[[Row], None] = lambda row: None) -> Certi
     Raises:
         UserError: an unknown planted fault.
     """
+    from grpo_recipes.proof.certify_faults import check_fault
+
+    check_fault(plan.plant)
     rows: list[Row] = []
-    with open_bench(plan) as bench:
+    with Pool(plan.processes, plan.device) as pool, open_bench(plan, pool) as bench:
         for layout in plan.layouts:
             for row in bench.run(layout, plan.plant):
                 rows.append(row)
@@ -133,40 +133,34 @@ def certify(plan: Plan, tell: Callable[[Row], None] = lambda row: None) -> Certi
 
 
 @contextmanager
-def open_bench(plan: Plan) -> Iterator[Bench]:
-    """The plan's reference and pool, to run layouts one by one."""
+def open_bench(plan: Plan, pool: Pool) -> Iterator[Bench]:
+    """The plan's checkpoint and reference, to run layouts one by one; gone at the end of the block."""
     import torch
 
-    from grpo_recipes.proof.certify_faults import check_fault
     from grpo_recipes.proof.certify_reference import run_reference, write_checkpoint
 
-    check_fault(plan.plant)
     with tempfile.TemporaryDirectory(prefix="certify-") as scratch:
         checkpoint = Path(scratch) / "model"
         model = write_checkpoint(plan.config, checkpoint, getattr(torch, plan.precision))
-        bench = Bench(plan, checkpoint, run_reference(model, Path(scratch) / "reference.safetensors"))
-        try:
-            yield bench
-        finally:
-            bench.close()
+        yield Bench(plan, pool, checkpoint, run_reference(model, Path(scratch) / "reference.safetensors"))
 
 
+@dataclass(frozen=True)
 class Bench:
-    """Runs layouts on one pool of processes, started when first needed and again after a layout has ended them."""
+    """One model, on which any layout can be tried."""
 
-    def __init__(self, plan: Plan, checkpoint: Path, reference: Reference) -> None:
-        self.plan, self.checkpoint, self.reference = plan, checkpoint, reference
-        self._workers: ProcessGroup | None = None
-        self._jobs = 0
+    plan: Plan
+    pool: Pool
+    checkpoint: Path
+    reference: Reference
 
     def run(self, layout: Layout, plant: str | None = None) -> list[Row]:
         """Packed and unpacked, in that order."""
         from grpo_recipes.proof.certify_worker import Job
 
         allowed = tolerances(self.plan.precision)
-        self._jobs += 1
         job = Job(
-            number=self._jobs,
+            number=self.pool.next_job(),
             processes=layout.processes,
             policy=_policy(self.plan, layout, self.checkpoint),
             checkpoint=self.checkpoint,
@@ -175,9 +169,8 @@ class Bench:
             plant=plant,
         )
         try:
-            found = [parts for parts in self._pool().call("run", job) if parts is not None]
+            found = self.pool.run(job)
         except Exception as error:  # whatever a layout does to its processes is its result, and the others go on
-            self.close()
             first_line = (str(error).splitlines() or [""])[0]
             reason, details = f"{type(error).__name__}: {first_line}", "\n".join(getattr(error, "__notes__", []))
             return [Row(str(layout), layout.processes, cut, None, (reason,), details) for cut in CUTS]
@@ -187,29 +180,13 @@ class Bench:
             for cut, measured in of_cut.items()
         ]
 
-    def _pool(self) -> ProcessGroup:
-        from grpo_recipes.cluster.process import ProcessGroup
-        from grpo_recipes.proof.certify_worker import CertifyWorker
-
-        if self._workers is None:
-            with patch.dict(os.environ, _environment(self.plan.device)):  # the processes inherit it
-                self._workers = ProcessGroup(
-                    CertifyWorker, self.plan.processes, device=self.plan.device, time_limit_s=TIME_LIMIT_S
-                )
-        return self._workers
-
-    def close(self) -> None:
-        """End the processes."""
-        if self._workers is not None:
-            self._workers.shutdown()
-        self._workers = None
-
 
 def _policy(plan: Plan, layout: Layout, checkpoint: Path) -> PolicyConfig:
     from grpo_recipes.proof.certify_reference import LENGTHS, OPTIMIZER, TEMPERATURE
 
+    kept = {k: v for k, v in plan.subject.kept.items() if plan.device == "cuda" or k not in CUDA_ONLY}
     megatron = {
-        **plan.subject.kept,
+        **kept,
         **layout.megatron_cfg(),
         "optimizer": {
             "lr": OPTIMIZER.lr,
@@ -248,10 +225,3 @@ def _device(asked: Device, processes: int) -> Literal["cpu", "cuda"]:
     if asked == "auto":
         return "cuda" if gpus >= processes else "cpu"
     return asked
-
-
-def _environment(device: str) -> dict[str, str]:
-    """Of the workers. The trainer computes on a GPU wherever it sees one, so for the CPU it must see none; Megatron's
-    notes on what is not installed would bury the certificate."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    return {"PYTHONWARNINGS": "ignore", **hidden}

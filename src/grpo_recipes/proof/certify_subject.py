@@ -24,6 +24,7 @@ KEPT = (
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
 )
+CUDA_ONLY = ("moe_grouped_gemm",)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _of_recipe(name: str, overrides: Sequence[str]) -> Subject:
     return Subject(
         f"{resolved.name}@{resolved.version}",
         *_config(_folder(recipe.policy)),
-        {key: given[key] for key in KEPT if key in given},
+        {key: given[key] if key != "recompute_num_layers" else 1 for key in KEPT if key in given},
         recipes_own(megatron, replicated=devices > of_model),
         resolved.digest,
     )

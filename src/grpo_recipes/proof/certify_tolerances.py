@@ -41,9 +41,9 @@ FLOAT32 = Tolerances(
     small=1e-3,
     reason=(
         "6e-8 a rounding, times logits of up to 10 and some tens of roundings in a row: about 1e-6 for logprobs and "
-        "1e-5 for elements of gradients; allowed is ten times as much. Adam divides by sqrt(v) + 0.01, so an error of "
-        "the clipped gradient reaches the weights at most a hundredfold smaller than the gradient's own scale is "
-        "amplified: ten times the gradient's tolerance. A planted fault is a thousand times larger."
+        "1e-5 for elements of gradients; allowed is ten times as much. Three steps of Adam with epsilon 0.01 amplify "
+        "an error of the gradient less than tenfold. Sums over tokens average it. A planted fault is a thousand times "
+        "larger."
     ),
 )
 
