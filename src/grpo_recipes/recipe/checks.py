@@ -17,6 +17,7 @@ def recipe_problems(recipe: Recipe) -> list[Problem]:
     """Every impossible combination in a recipe whose single values are valid."""
     return [
         *_algorithm(recipe),
+        *_nodes(recipe),
         *(_grpo(recipe.grpo, recipe.policy) if recipe.grpo else ()),
         *_loss(recipe),
         *_lengths(recipe),
@@ -34,6 +35,15 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.policy.megatron_cfg.enabled:
         yield Problem(
             "policy.megatron_cfg.enabled", "is false, and Megatron-Core is the only trainer", "set it to true"
+        )
+
+
+def _nodes(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.cluster.num_nodes > 1:
+        yield Problem(
+            "cluster.num_nodes",
+            f"{recipe.cluster.num_nodes}: this version starts its processes on one machine only",
+            "set it to 1, and cluster.gpus_per_node to the GPUs of one machine",
         )
 
 
