@@ -2,7 +2,15 @@ import pytest
 import torch
 
 from grpo_recipes.policy.megatron.trainer import MegatronPolicy
-from policy_models import LLAMA3_ROPE, VOCAB, policy_config, policy_gradient_loss, random_batch, write_llama
+from policy_models import (
+    LLAMA3_ROPE,
+    VOCAB,
+    policy_config,
+    policy_gradient_loss,
+    random_batch,
+    write_llama,
+    write_model,
+)
 
 
 def full_logits(model, rows):
@@ -10,9 +18,21 @@ def full_logits(model, rows):
         return torch.stack([model(row[None]).logits[0, -1] for row in rows]).double()
 
 
-@pytest.mark.parametrize("shape", [{}, {"rope_parameters": LLAMA3_ROPE}, {"num_key_value_heads": 1}], ids=str)
-def test_every_step_equals_a_full_forward_of_transformers(shape, tmp_path):
-    model = write_llama(tmp_path, **shape).double()
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("llama", {"rope_parameters": None}),
+        ("llama", {"rope_parameters": LLAMA3_ROPE}),
+        ("llama", {"num_key_value_heads": 1}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("qwen3_moe", {}),
+        ("mixtral", {}),
+    ],
+    ids=str,
+)
+def test_every_step_equals_a_full_forward_of_transformers(family, shape, tmp_path):
+    model = write_model(family, tmp_path, **shape).double()
     policy = MegatronPolicy(policy_config(tmp_path), 1.0, 9, tmp_path)
     torch.manual_seed(0)
     lengths = torch.tensor([9, 2, 1, 6, 9])

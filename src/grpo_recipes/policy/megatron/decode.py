@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_recipes.errors import UserError
 from grpo_recipes.policy.attention import KeyValueCache
 from grpo_recipes.policy.megatron.core_attention import AttentionInputs, decoding_inputs, packed_inputs
 
@@ -22,19 +21,15 @@ class Decoder:
     and leaves the model as it found it. With tensor parallelism every rank of a group makes the same calls.
 
     Args:
-        model: `MegatronPolicy.decoder` passes its own.
+        model: `MegatronPolicy.decoder` and `WholeModel.decoder` pass their own.
         max_batch_size: most rows of a `prefill`.
         max_sequence_length: most tokens of a row, padding, prompt and generated tokens together.
     """
 
     def __init__(self, model: BuiltModel, *, max_batch_size: int, max_sequence_length: int) -> None:
-        for key, neutral in (("pipeline_model_parallel_size", 1), ("sequence_parallel", False)):
-            if getattr(model.config, key) != neutral:
-                raise UserError(
-                    "the embedded sampler does not run with it",
-                    where=f"policy.megatron_cfg.{key}",
-                    mend=f"set {str(neutral).lower()}",
-                )
+        split = ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+        if model.config.sequence_parallel or any(getattr(model.config, size) > 1 for size in split):
+            raise ValueError("rows are decoded on ranks that hold the whole model: see whole_model.py")
         self.model = model
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.cache: KeyValueCache | None = None
