@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch import Tensor
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.host_copy import HostCopy
 from grpo_recipes.policy.megatron.optimizer import distributed_optimizers
+from grpo_recipes.policy.megatron.optimizer_state import OptimizerState
 from grpo_recipes.policy.megatron.shards import (
     MODEL_FILE,
     STATES,
@@ -66,7 +67,7 @@ class Owned(NamedTuple):
     """Elements [begin, end) of a parameter: those whose optimizer state this rank holds, or all of a frozen one."""
 
     placed: Placed
-    optimizer: Any | None  # a DistributedOptimizer; None for a frozen parameter
+    state: OptimizerState | None  # None for a frozen parameter
     begin: int
     end: int
 
@@ -131,22 +132,18 @@ def contents_of(trained: Trained) -> Contents:
     tensors: dict[str, Tensor] = {f"rng/{name}": state for name, state in _rng_states().items()}
     if _writes_whole_copies(trained):
         tensors |= {f"buffer/{name}": buffer for name, buffer in _buffers(trained.chunks)}
+    states = _states(trained)
     shards: list[Shard] = []
-    steps = 0
-    for owned in _owned(trained.weights, trained.optimizer):
-        placed = owned.placed
-        held = {"param": placed.parameter.detach().float().reshape(-1)}
-        if owned.optimizer is not None:
-            held = owned.optimizer._get_main_param_and_optimizer_states(placed.parameter)
-            steps = max(steps, _steps(owned.optimizer, held))
-        elif not _first_of_copies(trained.weights, placed):
+    for placed, state, begin, end in _owned(trained.weights, states):
+        if state is None and not _first_of_copies(trained.weights, placed):
             continue
-        if placed.is_copy or owned.begin == owned.end or (placed.cut_along is None and placed.cut_group.rank()):
+        if placed.is_copy or begin == end or (placed.cut_along is None and placed.cut_group.rank()):
             continue
-        for state in STATES:
-            if state in held:
-                tensors[f"{state}/{len(shards)}"] = held[state].detach()
-        shards.append(Shard(_part(placed), owned.begin, owned.end, trained=owned.optimizer is not None))
+        weights = {"param": placed.parameter.detach().float().reshape(-1)}
+        for name, tensor in (weights if state is None else state.read(placed.parameter)).items():
+            tensors[f"{name}/{len(shards)}"] = tensor
+        shards.append(Shard(_part(placed), begin, end, trained=state is not None))
+    steps = max((state.steps() for state in states), default=0)
     return Contents(tensors, rank_header(shards, steps), _header(trained))
 
 
@@ -162,28 +159,26 @@ def load(folder: Path, trained: Trained) -> None:
             where=str(folder),
             mend="resume with the model that the checkpoint was written from",
         )
-    parts = distributed_optimizers(trained.optimizer)
-    everything = list(_owned(trained.weights, trained.optimizer))
-    states = STATES if saved.optimizer_steps else STATES[:1]
-    for owned in everything:
-        for state in states if owned.optimizer is not None else STATES[:1]:
-            saved.check(state, _part(owned.placed), owned.begin, owned.end)
+    states = _states(trained)
+    everything = list(_owned(trained.weights, states))
+    names = STATES if saved.optimizer_steps else STATES[:1]
+    for placed, state, begin, end in everything:
+        for name in STATES[:1] if state is None else names:
+            saved.check(name, _part(placed), begin, end)
     buffers = [(buffer, saved.buffer(name)) for name, buffer in _buffers(trained.chunks)]
     random_states = _saved_rng_states(saved)
 
-    for part in parts:
-        _prepare_state(part, saved.optimizer_steps)
-    for placed, optimizer, begin, end in everything:
-        if optimizer is None:
+    for state in states:
+        state.prepare(saved.optimizer_steps)
+    for placed, state, begin, end in everything:
+        if state is None:
             tensor = saved.read("param", _part(placed), begin, end)
             placed.parameter.copy_(tensor.view(placed.parameter.shape))
-            continue
-        tensors = {state: saved.read(state, _part(placed), begin, end) for state in states}
-        if saved.optimizer_steps and "step" in optimizer._get_main_param_and_optimizer_states(placed.parameter):
-            tensors["step"] = torch.tensor(float(saved.optimizer_steps))
-        optimizer._set_main_param_and_optimizer_states(placed.parameter, tensors)
-    for part in parts:
-        part._copy_main_params_to_model_params()
+        else:
+            tensors = {name: saved.read(name, _part(placed), begin, end) for name in names}
+            state.write(placed.parameter, tensors, saved.optimizer_steps)
+    for state in states:
+        state.finish()
     for chunk in trained.model:
         chunk.start_param_sync(force_sync=True)
     for buffer, tensor in buffers:
@@ -216,12 +211,16 @@ def _part(placed: Placed) -> Part:
     return Part(rule.hf, rule.kind, placed.cut_along, rank, placed.parts, tuple(placed.parameter.shape))
 
 
-def _owned(weights: WeightMap, optimizer: MegatronOptimizer) -> Iterator[Owned]:
+def _states(trained: Trained) -> list[OptimizerState]:
+    return [OptimizerState(part) for part in distributed_optimizers(trained.optimizer)]
+
+
+def _owned(weights: WeightMap, states: list[OptimizerState]) -> Iterator[Owned]:
     by_parameter = {placed.parameter: placed for placed in weights.placed.values()}
-    for part in distributed_optimizers(optimizer):
-        for parameter in part.model_param_group_index_map:
-            span = part._get_model_param_range_map(parameter)["param"]
-            yield Owned(by_parameter[parameter], part, span.start, span.end)
+    for state in states:
+        for parameter in state.part.model_param_group_index_map:
+            span = state.part._get_model_param_range_map(parameter)["param"]
+            yield Owned(by_parameter[parameter], state, span.start, span.end)
     for parameter, placed in by_parameter.items():
         if not parameter.requires_grad:
             yield Owned(placed, None, 0, parameter.numel())
@@ -248,28 +247,6 @@ def _buffers(chunks: list[GPTModel]) -> Iterator[tuple[str, Tensor]]:
             for name, buffer in layer.named_buffers():
                 if name in persistent:
                     yield f"decoder.layers.{layer.layer_number - 1}.{name}", buffer
-
-
-def _steps(part: Any, held: dict[str, Tensor]) -> int:
-    """Adam's step count: torch keeps it per parameter, TransformerEngine per group."""
-    if "step" in held:
-        return int(held["step"])
-    return int(part.optimizer.param_groups[0].get("step", 0))
-
-
-def _prepare_state(part: Any, steps: int) -> None:
-    """Adam's tensors, so that there is something to fill. Every parameter gets a `step` of its own: upstream's
-    initialisation leaves it out, and one tensor shared by all would advance once per parameter."""
-    part.optimizer.state.clear()
-    if not steps:
-        return
-    part.init_state_fn(part.optimizer, part.config)
-    for group in part.optimizer.param_groups:
-        if isinstance(part.optimizer, torch.optim.Optimizer) and type(part.optimizer).__module__.startswith("torch."):
-            for parameter in group["params"]:
-                part.optimizer.state[parameter]["step"] = torch.tensor(0.0)
-        else:
-            group["step"] = steps
 
 
 def _rng_states() -> dict[str, Tensor]:
