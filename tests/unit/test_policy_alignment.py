@@ -1,6 +1,7 @@
 import pytest
 
-from grpo_recipes.policy.alignment import Alignment, alignment
+from grpo_recipes.policy.alignment import Alignment, alignment, alignment_of
+from grpo_recipes.recipe.schema import MegatronConfig
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,25 @@ def test_every_rank_gets_an_equal_part(tensor, context):
     tokens = align.computed([1, 7, 13])
     assert tokens % (context * tensor) == 0
     assert (tokens - sum(align.padded(n) for n in (1, 7, 13))) % align.sequence == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (1, 1)),
+        ({"fp8": "hybrid"}, (1, 16)),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, (1, 32)),
+        ({"fp8": "hybrid", "context_parallel_size": 2}, (4, 32)),
+        (
+            {
+                "fp8": "hybrid",
+                "context_parallel_size": 3,
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+            },
+            (6, 96),
+        ),
+    ],
+)
+def test_low_precision_products_need_multiples_on_every_rank(settings, expected):
+    assert alignment_of(MegatronConfig(**settings)) == expected

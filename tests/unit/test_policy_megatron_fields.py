@@ -36,6 +36,7 @@ CLASSES = ("TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfi
 CHOSEN: dict[str, dict[str, Any]] = {
     "tensor_model_parallel_size": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
+    "transformer_impl": {"transformer_impl": "transformer_engine"},
     "expert_tensor_parallel_size": {"expert_tensor_parallel_size": 2},
     "sequence_parallel": {"sequence_parallel": True, "tensor_model_parallel_size": 2},
     "virtual_pipeline_model_parallel_size": {
@@ -222,7 +223,7 @@ def test_every_field_reaches_megatron_or_is_refused_with_a_reason(
             folder = models["qwen3_moe" if field.startswith(("moe_", "expert_")) else "llama"]
             own = other_than_default(class_name, field)
             settings = SECTIONS[class_name](own)
-            precision = "bfloat16" if field in NEEDS[class_name] else "float32"
+            precision = "bfloat16" if field in {*NEEDS[class_name], "transformer_impl"} else "float32"
             policy = recipe(folder, settings, precision)
             assert megatron_problems(policy.megatron_cfg) == [], field
             assert setting_problems(policy, on_gpus=True) == [], field

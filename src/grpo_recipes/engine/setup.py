@@ -21,7 +21,7 @@ from grpo_recipes.engine.policy_group import EmbeddedGenerator, PolicyGroup
 from grpo_recipes.engine.worker import Worker
 from grpo_recipes.environments.factory import make_environment
 from grpo_recipes.errors import UserError
-from grpo_recipes.policy.alignment import alignment
+from grpo_recipes.policy.alignment import alignment_of
 from grpo_recipes.policy.contract import Loss
 from grpo_recipes.recipe.model_flops import model_shape, sequence_cost
 from grpo_recipes.recipe.model_folder import ModelFacts, check_model
@@ -140,7 +140,7 @@ def make_worker(
 def make_strategies(policy: PolicyConfig, model_folder: Path) -> tuple[Strategy, Strategy]:
     """Which sequences run together in training, and in logprob passes."""
     cfg, packing, dynamic = policy.megatron_cfg, policy.sequence_packing, policy.dynamic_batching
-    align = alignment(cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.sequence_parallel)
+    align = alignment_of(cfg)
     shape = model_shape(json.loads((model_folder / "config.json").read_text(encoding="utf-8")))
     cost = partial(sequence_cost, shape=shape)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from grpo_recipes.recipe.schema import MegatronConfig
 
 
 class Alignment(NamedTuple):
@@ -21,15 +25,32 @@ class Alignment(NamedTuple):
         return round_up(sum(self.padded(n) for n in lengths), self.pack)
 
 
-def alignment(tensor_parallel: int, context_parallel: int, sequence_parallel: bool) -> Alignment:
-    """What the parallel sizes ask for.
+def alignment(
+    tensor_parallel: int, context_parallel: int, sequence_parallel: bool, low_precision: int = 1
+) -> Alignment:
+    """What the parallel sizes ask for, and `low_precision`: the multiple of tokens that the matrix products of a rank
+    need.
 
     Context parallelism cuts each sequence into 2 x CP equal chunks, of which a rank computes the i-th from the front
     and the i-th from the back (the causal half is then shared out evenly). Sequence parallelism cuts what a context
     rank holds of the whole microbatch into TP equal parts.
     """
     sequence = 2 * context_parallel if context_parallel > 1 else 1
-    return Alignment(sequence, sequence * tensor_parallel if sequence_parallel else sequence)
+    parts = tensor_parallel if sequence_parallel else 1
+    return Alignment(sequence, math.lcm(sequence * parts, low_precision * context_parallel * parts))
+
+
+def alignment_of(cfg: MegatronConfig) -> Alignment:
+    """As `alignment`, of a recipe's policy.megatron_cfg. TransformerEngine's 8-bit products take dimensions that are
+    multiples of 16; those whose scales stand for blocks of numbers (mxfp8 and the 4-bit formats), of 32."""
+    extras = cfg.model_extra or {}
+    blocks = extras.get("fp4") or (extras.get("fp8") and extras.get("fp8_recipe") == "mxfp8")
+    return alignment(
+        cfg.tensor_model_parallel_size,
+        cfg.context_parallel_size,
+        cfg.sequence_parallel,
+        32 if blocks else 16 if extras.get("fp8") else 1,
+    )
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -55,6 +55,8 @@ def needs(cfg: MegatronConfig) -> Iterator[tuple[str, Any, str]]:
         for key, value in given.items():
             if key in NEEDS[class_name] and not is_default(class_name, key, value):
                 yield f"{WHERE}.{section}{key}", value, NEEDS[class_name][key]
+    if cfg.transformer_impl == "transformer_engine":
+        yield f"{WHERE}.transformer_impl", cfg.transformer_impl, "te"
     fused = [name for name in given_fields(cfg).get("recompute_modules") or () if name in _RECOMPUTABLE_BY_TE]
     if fused:
         yield f"{WHERE}.recompute_modules", fused, "te"
@@ -146,6 +148,12 @@ def _offload(cfg: MegatronConfig, given: Mapping[str, Any]) -> Iterator[Problem]
 
 
 def _low_precision(policy: PolicyConfig, given: Mapping[str, Any]) -> Iterator[Problem]:
+    if policy.megatron_cfg.transformer_impl == "transformer_engine" and policy.precision != "bfloat16":
+        yield Problem(
+            f"{WHERE}.transformer_impl",
+            f"transformer_engine needs policy.precision bfloat16, which is {policy.precision}: its attention has no other",
+            "set auto or local",
+        )
     for name in ("fp8", "fp4"):
         if given.get(name) and policy.precision != "bfloat16":
             yield Problem(

@@ -39,7 +39,7 @@ DERIVED: dict[str, dict[str, str]] = {
         ),
         **_names(_PRECISION, "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype"),
         "calculate_per_token_loss": _LOSS,
-        **_names(_ENGINE, "variable_seq_lengths timers use_cpu_initialization perform_initialization transformer_impl"),
+        **_names(_ENGINE, "variable_seq_lengths timers use_cpu_initialization perform_initialization"),
         **_names(_REPEAT, "hidden_dropout attention_dropout"),
         "microbatch_group_size_per_vp_stage": "the engine makes microbatches a multiple of the pipeline's stages",
     },

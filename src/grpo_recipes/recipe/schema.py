@@ -100,6 +100,9 @@ class MegatronConfig(BaseModel):
     expert_model_parallel_size: PositiveInt = 1
     expert_tensor_parallel_size: PositiveInt = 1
     sequence_parallel: bool = False
+    # Layers of TransformerEngine, or Megatron-Core's own with this project's attention; auto: TransformerEngine's where
+    # it is installed and precision is bfloat16.
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     activation_checkpointing: bool = False  # recompute every layer, unless recompute_granularity says otherwise
     freeze_moe_router: bool = False  # routers keep the weights they were loaded with
     # Unused GPU memory goes back to the device: 1 after the backward pass, 2 after the optimizer's step, too.

@@ -58,6 +58,7 @@ def transformer_config(hf: PretrainedConfig, family: Family, policy: PolicyConfi
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
+        "transformer_impl": _transformer_impl(policy),
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # every weight is loaded or drawn by name, see policy/hf
         # The loss arrives as this microbatch's share of the whole step: Megatron must not divide it again.
@@ -130,9 +131,20 @@ def _as_typed(value: Any, annotation: Any) -> Any:
     return value
 
 
+def _has_transformer_engine() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def _transformer_impl(policy: PolicyConfig) -> str:
+    chosen = policy.megatron_cfg.transformer_impl
+    if chosen != "auto":
+        return chosen
+    return "transformer_engine" if policy.precision == "bfloat16" and _has_transformer_engine() else "local"
+
+
 def _check_hardware(policy: PolicyConfig) -> None:
     has_gpu = torch.cuda.is_available()
-    has = {"gpu": has_gpu, "te": has_gpu and importlib.util.find_spec("transformer_engine") is not None}
+    has = {"gpu": has_gpu, "te": _has_transformer_engine()}
     for path, value, need in needs(policy.megatron_cfg):
         if not has[need]:
             what = "a GPU" if need == "gpu" or not has_gpu else "TransformerEngine, which is not installed here"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,7 +66,7 @@ def build_model(
     """
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     config = transformer_config(hf, family, policy)
-    use_te = torch.cuda.is_available() and policy.precision == "bfloat16" and _installed("transformer_engine")
+    use_te = config.transformer_impl == "transformer_engine"
     virtual = config.virtual_pipeline_model_parallel_size
     stages = range(virtual) if virtual else [None]
     chunks = [_build_chunk(hf, config, policy, groups, use_te, stage) for stage in stages]
@@ -120,10 +119,6 @@ def _block_spec(
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = [layer] * get_num_layers_to_build(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _device() -> torch.device:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_recipes.policy.alignment import Alignment, alignment
+from grpo_recipes.policy.alignment import alignment_of
 from grpo_recipes.policy.context_parallel import gather_outputs
 from grpo_recipes.policy.contract import Batch, Loss, LossInputs, TrainStats, WeightSpec
 from grpo_recipes.policy.megatron import cpu
@@ -79,6 +79,7 @@ class MegatronPolicy:
         self.built = build_model(hf, family, policy)
         self.replica, self._replica_group = parallel.replica(self.built.config)
         self._context = parallel.context_shard()
+        self._alignment = alignment_of(policy.megatron_cfg)
         self.weights = WeightMap(self.built, hf, family)
         random = policy.initial_weights == "random"
         self._trained_from_source = not random
@@ -280,15 +281,6 @@ class MegatronPolicy:
             return found.loss, none, found
 
         return output, finish
-
-    @property
-    def _alignment(self) -> Alignment:
-        config = self.built.config
-        return alignment(
-            tensor_parallel=config.tensor_model_parallel_size,
-            context_parallel=config.context_parallel_size,
-            sequence_parallel=config.sequence_parallel,
-        )
 
     def _per_token(
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Any, context: Tensor, **_: Any
