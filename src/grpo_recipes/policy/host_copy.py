@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import mmap
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
+        self._unpin: Callable[[], Any] = lambda: None
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -39,12 +43,11 @@ class HostCopy:
         return copies
 
     def _allocate(self, size: int, *, pinned: bool) -> None:
-        """torch's own pinned memory comes in powers of two, so ordinary memory is pinned afterwards."""
-        self._release()
-        self._block = torch.empty(size, dtype=torch.uint8)
+        """Whole pages of its own, pinned afterwards: torch's own pinned memory comes in powers of two."""
+        self._unpin()
+        self._block = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         if pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), size, 0))
-
-    def _release(self) -> None:
-        if len(self._block) and self._block.is_pinned():
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr()))
+            address = self._block.data_ptr()
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+            self._unpin = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
+            self._unpin.atexit = False
