@@ -111,7 +111,6 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "optimizer_cpu_offload": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
     "optimizer_offload_fraction": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
     "main_grads_dtype": {"use_precision_aware_optimizer": True, "main_grads_dtype": "bfloat16"},
-    "main_params_dtype": {"use_precision_aware_optimizer": True, "main_params_dtype": "float16"},
     "exp_avg_dtype": {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"},
     "exp_avg_sq_dtype": {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bfloat16"},
     "min_lr": {"min_lr": 1e-4},
@@ -261,7 +260,9 @@ def assert_refused(class_name: str, field: str) -> None:
     entry = fields()[class_name][field]
     value = {"bool": True, "int": 7, "float": 0.7, "str": "other", "list": [[7]]}
     value = next((value[kind] for kind in ("str", "float", "int", "list", "bool") if kind in entry["accepts"]), "other")
-    if (value is True and default_of(class_name, field) is True) or (field in FIXED and FIXED[field][0] is True):
+    if field in FIXED and isinstance(FIXED[field][0], bool):
+        value = not FIXED[field][0]
+    elif value is True and default_of(class_name, field) is True:
         value = False
     settings = SECTIONS[class_name]({field: value})
     cfg = MegatronConfig.model_validate({**settings, "optimizer": {"lr": 1e-3} | settings.get("optimizer", {})})

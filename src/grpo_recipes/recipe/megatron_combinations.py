@@ -176,7 +176,7 @@ def _low_precision(policy: PolicyConfig, given: Mapping[str, Any]) -> Iterator[P
 def _optimizer(policy: PolicyConfig) -> Iterator[Problem]:
     where, given = f"{WHERE}.optimizer", policy.megatron_cfg.optimizer
     if not given.get("use_precision_aware_optimizer"):
-        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        for name in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if given.get(name, "float32") != "float32":
                 yield Problem(
                     f"{where}.{name}",
@@ -189,6 +189,13 @@ def _optimizer(policy: PolicyConfig) -> Iterator[Problem]:
             f"needs policy.precision bfloat16, which is {policy.precision}",
             "remove it: in float32 there is nothing to save",
         )
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if given.get(name, "float32") not in ("float32", "bfloat16"):
+            yield Problem(
+                f"{where}.{name}",
+                f"{given[name]} is scaled by shard, so that a checkpoint could not be resumed exactly",
+                "set float32 or bfloat16",
+            )
     fraction = given.get("optimizer_offload_fraction", 0.0)
     if not 0 <= fraction <= 1:
         yield Problem(f"{where}.optimizer_offload_fraction", f"must lie between 0 and 1, is {fraction}", "correct it")

@@ -70,6 +70,8 @@ FIXED: dict[str, tuple[Any, str]] = {
     "apply_rope_fusion": (False, "positions are rotated outside Megatron-Core, unfused"),
     "optimizer": ("adam", "checkpoints hold the two moments of Adam"),
     "use_distributed_optimizer": (True, "checkpoints are written from the distributed optimizer's shards"),
+    "store_param_remainders": (False, "checkpoints hold whole float32 weights"),
+    "main_params_dtype": ("float32", "weights that training has rounded further could not be resumed exactly"),
 }
 
 _NO_VARIANT = "no supported model family has it"
@@ -333,8 +335,7 @@ NEEDS: dict[str, dict[str, Need]] = {
     "OptimizerConfig": {
         **_need(
             "te",
-            "use_precision_aware_optimizer store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype "
-            "exp_avg_sq_dtype",
+            "use_precision_aware_optimizer main_grads_dtype exp_avg_dtype exp_avg_sq_dtype",
         ),
         **_need(
             "gpu",

@@ -73,6 +73,7 @@ def optimizer_config(
         "overlap_param_gather": ddp.overlap_param_gather,
         "fp8_recipe": config.fp8_recipe if config.fp8 else None,
         "min_lr": 0.0,
+        "store_param_remainders": False,
         **given,
     }
     return build(OptimizerConfig, values, f"{WHERE}.optimizer", given)
