@@ -267,6 +267,8 @@ def certify_layout(
     gc.enable()
     _one_of("--device", device, ("auto", "cpu", "cuda"))
     _one_of("--precision", precision, ("float32", "bfloat16"))
+    if family is not None and name is not None and "=" in name:  # no recipe: the first argument is an override, too
+        name, overrides = None, [name, *(overrides or [])]
     from grpo_recipes.proof.certify_command import run
 
     raise typer.Exit(

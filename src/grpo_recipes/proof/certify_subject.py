@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from grpo_recipes.errors import UserError
 from grpo_recipes.proof.certify_layouts import Layout, recipes_own
 from grpo_recipes.recipe.schema import PolicyConfig
@@ -23,8 +25,10 @@ KEPT = (
     "recompute_modules",
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
+    "transformer_impl",
+    "cp_comm_type",
 )
-CUDA_ONLY = ("moe_grouped_gemm",)
+CUDA_ONLY = ("moe_grouped_gemm", "transformer_impl", "cp_comm_type")
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,27 @@ def subject_of(name: str | None, overrides: Sequence[str], family: str | None) -
     if family is not None:
         if family not in FAMILIES:
             raise UserError(f"{family!r} is not a family", where="--family", mend=f"known: {', '.join(FAMILIES)}")
-        return Subject(f"family {family}", FAMILIES[family], f"family {family}", {}, None, None)
+        return Subject(f"family {family}", FAMILIES[family], f"family {family}", _settings(overrides), None, None)
     assert name is not None
     if Path(name).is_dir():
-        if overrides:
-            raise UserError(
-                "a model folder takes no overrides", where=overrides[0], mend="leave it out, or give a recipe"
-            )
-        return Subject(name, *_config(Path(name)), {}, None, None)
+        return Subject(name, *_config(Path(name)), _settings(overrides), None, None)
     return _of_recipe(name, overrides)
+
+
+def _settings(overrides: Sequence[str]) -> dict[str, Any]:
+    """Of a family or a folder, for which there is no recipe: only what KEPT names."""
+    found = {}
+    for override in overrides:
+        path, _, value = override.partition("=")
+        key = path.removeprefix("policy.megatron_cfg.")
+        if key == path or key not in KEPT:
+            raise UserError(
+                "means nothing to a certificate without a recipe",
+                where=override,
+                mend=f"leave it out, give a recipe, or use policy.megatron_cfg.KEY=VALUE with one of {', '.join(KEPT)}",
+            )
+        found[key] = yaml.safe_load(value)
+    return found
 
 
 def _of_recipe(name: str, overrides: Sequence[str]) -> Subject:
