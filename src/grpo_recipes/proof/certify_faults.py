@@ -70,7 +70,7 @@ def halved_denominator() -> Iterator[None]:
 
     def doubled(self: MegatronPolicy, batch: Batch | None) -> Batch:
         shared = share(self, batch)
-        last = self.replica.data_rank == self.replica.data_size - 1
+        last = 1 < self.replica.data_size == self.replica.data_rank + 1
         return replace(shared, weights=2 * shared.weights) if last else shared
 
     with patch.object(MegatronPolicy, "share", doubled):

@@ -46,7 +46,7 @@ def table(certificate: Certificate) -> Table:
     for row in certificate.rows:
         found.add_row(*_cells(row), end_section=row.cut == "unpacked")
     limits = (allowed.loss, allowed.logprob, allowed.grad_norm, allowed.gradient, allowed.weight)
-    found.add_row("allowed", "", "", *(f"{limit:.0e}" for limit in limits), "", "")
+    found.add_row("allowed", "", "", *(f"{limit:g}" for limit in limits), "", "")
     return found
 
 

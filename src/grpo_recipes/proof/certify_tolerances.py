@@ -51,14 +51,15 @@ BFLOAT16 = Tolerances(
     loss=2e-2,
     logprob=1.5e-1,
     gradient=1.5e-1,
-    grad_norm=5e-2,
+    grad_norm=1e-1,
     weight=4e-1,
     entropy=2e-2,
     small=1e-2,
     reason=(
         "2e-3 a rounding, times logits of up to 10 and some tens of roundings of random sign: about 5e-2 for single "
-        "logprobs and single elements of gradients, a tenth of it for sums over many. Faults in few elements hide "
-        "below this: float32 is the certificate, bfloat16 shows that the mixed-precision path follows it."
+        "logprobs and single elements of gradients, a tenth of it for sums over many; the gradient norms of steps two "
+        "and three are those of weights that have already drifted apart. Faults in few elements hide below this: "
+        "float32 is the certificate, bfloat16 shows that the mixed-precision path follows it."
     ),
 )
 
