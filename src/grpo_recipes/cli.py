@@ -215,7 +215,8 @@ def diff(a: str, b: str) -> None:
 @app.command()
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run, or one of its checkpoints.", autocompletion=_run_names)
+        str,
+        typer.Argument(metavar="RUN|CHECKPOINT", help="A run, or one of its checkpoints.", autocompletion=_run_names),
     ],
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint of the run; default: the newest.")] = None,

@@ -45,7 +45,9 @@ def test_statistics_of_some_columns():
     torch.testing.assert_close(weighted.double(), (z.exp() * z).sum(-1), atol=1e-5, rtol=1e-6)
     inside = (local >= 0) & (local < 100)
     assert chosen.isnan().tolist() == (~inside).tolist()
-    torch.testing.assert_close(chosen[inside].double(), z[inside].gather(1, local[inside, None])[:, 0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        chosen[inside].double(), z[inside].gather(1, local[inside, None])[:, 0], atol=1e-5, rtol=0
+    )
 
 
 def test_the_gradient_takes_the_place_of_the_logits():

@@ -180,3 +180,17 @@ def test_what_is_printed_and_returned(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert printed.out.rstrip().endswith("failed: dp2")
     assert "where it happened" in printed.err
     assert (tmp_path / "certificate" / "certificate.json").is_file()
+
+
+def test_experts_are_certified_in_float32_only():
+    with pytest.raises(UserError, match="another expert") as caught:
+        make_plan(subject_of(None, (), "qwen3_moe"), precision="bfloat16", device="cpu")
+    assert caught.value.where == "--precision"
+
+
+def test_a_family_takes_settings_that_change_how_it_is_computed_and_no_others():
+    subject = subject_of(None, ["policy.megatron_cfg.activation_checkpointing=true"], "qwen3")
+    assert subject.kept == {"activation_checkpointing": True}
+    with pytest.raises(UserError, match="means nothing") as caught:
+        subject_of(None, ["grpo.seed=7"], "qwen3")
+    assert caught.value.where == "grpo.seed=7"

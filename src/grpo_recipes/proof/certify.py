@@ -79,6 +79,13 @@ def make_plan(
     if layouts and whole_matrix:
         raise UserError("--matrix and --layout were both given", where="certify layout", mend="leave one of them out")
     tiny = shrink(subject.config, where=subject.where)
+    if precision == "bfloat16" and num_experts(tiny):
+        raise UserError(
+            "rounded to 8 bits a router may send a token to another expert than the reference does, which no tolerance "
+            "for rounding covers",
+            where="--precision",
+            mend="certify a model with experts in float32",
+        )
     if layouts:
         asked = [parse(text) for text in layouts]
         for layout in asked:
@@ -197,8 +204,8 @@ def _policy(plan: Plan, layout: Layout, checkpoint: Path) -> PolicyConfig:
         },
         "scheduler": {"lr_decay_style": "constant"},
     }
-    if num_experts(plan.config):  # transformers adds no balancing loss to logits, and routes in float32
-        megatron |= {"moe_router_load_balancing_type": "none", "moe_router_dtype": "fp32"}
+    if num_experts(plan.config):  # transformers adds no balancing loss to logits
+        megatron |= {"moe_router_load_balancing_type": "none"}
     return PolicyConfig.model_validate(
         {
             "model_name": str(checkpoint),

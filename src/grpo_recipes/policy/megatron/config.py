@@ -87,6 +87,9 @@ def transformer_config(hf: PretrainedConfig, family: Family, policy: PolicyConfi
         # Of two stages each is the other's next and previous: what is sent both ways in one batch would be received
         # the wrong way round.
         values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if dtype is torch.float32 and torch.cuda.is_available():
+        # Where TransformerEngine is installed every router uses its matrix product, which rounds float32 to 10 bits.
+        values |= {"moe_router_dtype": "fp64"}
     if extras.get("moe_expert_capacity_factor") is not None:
         logger.warning("moe_expert_capacity_factor drops tokens: logprobs depend on how batches are cut")
     return build(TransformerConfig, values | extras, WHERE, given={*extras, *megatron.model_fields_set})
