@@ -41,7 +41,7 @@ def check_architecture(config: Mapping[str, Any], where: str = "config.json") ->
         UserError: another family, a size that is missing or does not fit, or a variant that is not covered. All
             mistakes at once, each with the key at fault.
     """
-    kind, architectures = config.get("model_type"), config.get("architectures") or []
+    kind, architectures = str(config.get("model_type")), config.get("architectures") or []
     if kind not in FAMILIES or (architectures and FAMILIES[kind] not in architectures):
         found = ", ".join(map(str, architectures)) or "no architecture"
         supported = ", ".join(f"{kind} ({name})" for kind, name in FAMILIES.items())
@@ -60,11 +60,13 @@ def check_architecture(config: Mapping[str, Any], where: str = "config.json") ->
 
 def number_of_experts(config: Mapping[str, Any]) -> int:
     """Experts of a layer; 0 in a dense model. transformers 5 writes num_local_experts where others have num_experts."""
-    return config.get("num_local_experts") or config.get("num_experts") or 0
+    experts: int = config.get("num_local_experts") or config.get("num_experts") or 0
+    return experts
 
 
 def head_width(config: Mapping[str, Any]) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    width: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return width
 
 
 def _missing_sizes(config: Mapping[str, Any], kind: str) -> Iterator[Problem]:
