@@ -97,7 +97,7 @@ class MegatronPolicy:
         self._checkpoints = checkpoint.CheckpointWriter(
             checkpoint.Trained(self.weights, self.built.chunks, self.model, self.optimizer, self.scheduler)
         )
-        self._reference = self._copy_weights("cpu") if needs_reference else None
+        self._reference = self._host_copy() if needs_reference else None
         config = self.built.config
         experts = config.num_moe_experts
         self._expert_load = ExpertLoad(self.built.chunks, config.num_layers, experts) if experts else None
@@ -137,12 +137,11 @@ class MegatronPolicy:
     def reference_logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
         if self._reference is None:
             raise RuntimeError("this policy was built with needs_reference=False")
-        current = self._copy_weights(None)
-        self._set_weights(self._reference)
+        self._swap(self._reference)
         try:
             return self.logprobs(microbatches)
         finally:
-            self._set_weights(current)
+            self._swap(self._reference)
 
     def weight_plan(self) -> Sequence[WeightSpec]:
         return self.weights.plan()
@@ -303,15 +302,20 @@ class MegatronPolicy:
         )
 
     # -- weights ------------------------------------------------------------------------------------------------
-    @torch.no_grad()
-    def _copy_weights(self, device: str | None) -> list[Tensor]:
-        return [p.detach().to(device or p.device, copy=True) for c in self.built.chunks for p in c.parameters()]
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for chunk in self.built.chunks for parameter in chunk.parameters()]
 
     @torch.no_grad()
-    def _set_weights(self, weights: Sequence[Tensor]) -> None:
-        parameters = (p for chunk in self.built.chunks for p in chunk.parameters())
-        for parameter, weight in zip(parameters, weights, strict=True):
+    def _host_copy(self) -> list[Tensor]:
+        return [torch.empty_like(p, device="cpu", pin_memory=p.is_cuda).copy_(p) for p in self._parameters()]
+
+    @torch.no_grad()
+    def _swap(self, weights: Sequence[Tensor]) -> None:
+        """Exchange the model's weights with others, which costs the device no more than the largest tensor."""
+        for parameter, weight in zip(self._parameters(), weights, strict=True):
+            held = parameter.detach().clone()
             parameter.copy_(weight)
+            weight.copy_(held)
 
 
 def _sum_gradients(model: list[torch.nn.Module], _num_tokens: Any, **kwargs: Any) -> None:
