@@ -90,13 +90,52 @@ def test_a_model_that_is_not_on_this_machine_is_said_clearly() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "no config.json here"), ("{", "not JSON"), ("[]", "not a JSON object"), ("{}", "hidden_size is None")],
+    [(None, "no config.json here"), ("{", "not JSON"), ("[]", "not a JSON object"), ("{}", "models of type 'None'")],
 )
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
         plan_of(str(tmp_path))
+
+
+def test_a_model_that_the_trainer_does_not_cover_is_refused(tmp_path: Path) -> None:
+    from grpo_recipes.recipe.shrink import FAMILIES
+
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3"] | {"model_type": "gpt2", "architectures": []}))
+    with pytest.raises(UserError, match="models of type 'gpt2'"):
+        plan_of(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"] | {"hidden_act": "gelu"}))
+    with pytest.raises(UserError, match="hidden_act: activation 'gelu' is not supported"):
+        plan_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("activation_checkpointing=perhaps", "activation_checkpointing: should be a valid boolean, is 'perhaps'"),
+        ("recompute_granularity=ful", "should be one of full, selective, is 'ful'"),
+        ("recompute_modules=[mlp]", "recompute_modules: belongs to recompute_granularity selective"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(subject_of(None, [f"policy.megatron_cfg.{override}"], "llama"), device="cpu")
+
+
+def test_data_parallel_processes_on_a_cpu_belong_to_the_recipes_own_layout() -> None:
+    size = "policy.megatron_cfg.tensor_model_parallel_size=2"
+    subject = subject_of("tiny_arith", ["cluster.cpu_processes=4", size], None)
+    assert str(subject.own) == "tp2.dp2"
+
+
+def test_a_file_where_the_certificate_should_go_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    options = {"whole_matrix": False, "processes": None, "device": "cpu", "precision": "float32", "plant": None}
+    with pytest.raises(UserError, match="is a file") as caught:
+        run(None, [], family="llama", layouts=["dp2"], output=file, **options)
+    assert caught.value.where == "--output"
 
 
 def test_an_unknown_fault_is_refused() -> None:

@@ -19,6 +19,10 @@ from grpo_recipes.proof.certify_pool import Pool
 from grpo_recipes.proof.certify_subject import CUDA_ONLY, Subject
 from grpo_recipes.proof.certify_tolerances import Precision, Tolerances, tolerances
 from grpo_recipes.proof.certify_verdict import CUTS, Row, failures, of_all_ranks
+from grpo_recipes.recipe.architecture import check_architecture
+from grpo_recipes.recipe.megatron import megatron_problems
+from grpo_recipes.recipe.megatron_combinations import setting_problems
+from grpo_recipes.recipe.problems import raise_problems
 from grpo_recipes.recipe.schema import PolicyConfig
 from grpo_recipes.recipe.shrink import num_experts, shrink
 
@@ -74,10 +78,12 @@ def make_plan(
         processes: at most so many; default: as many as the named layouts need, four for the matrix, otherwise two.
 
     Raises:
-        UserError: a layout is not one, does not fit the model or the processes; there are too few GPUs.
+        UserError: the trainer does not cover the model; a layout is not one, does not fit the model or the processes;
+            there are too few GPUs; settings cannot work.
     """
     if layouts and whole_matrix:
         raise UserError("--matrix and --layout were both given", where="certify layout", mend="leave one of them out")
+    check_architecture(subject.config, subject.where)
     tiny = shrink(subject.config, where=subject.where)
     if precision == "bfloat16" and num_experts(tiny):
         raise UserError(
@@ -110,7 +116,7 @@ def make_plan(
         )
     every = tuple(dict.fromkeys([Layout(), *asked]))
     pool = max(layout.processes for layout in every)
-    return Plan(
+    plan = Plan(
         subject=subject,
         config=shrink(subject.config, layers=layers_for(every), where=subject.where),
         layouts=every,
@@ -119,6 +125,16 @@ def make_plan(
         precision=precision,
         plant=plant,
     )
+    _check_settings(plan)
+    return plan
+
+
+def _check_settings(plan: Plan) -> None:
+    """A setting that the trainer would refuse is the user's mistake, not a result of the layout."""
+    for layout in plan.layouts:
+        policy = _policy(plan, layout, Path("model"))
+        problems = megatron_problems(policy.megatron_cfg) or setting_problems(policy, on_gpus=plan.device == "cuda")
+        raise_problems(problems, f"the settings of {layout}")
 
 
 def certify(plan: Plan, tell: Callable[[Row], None] = lambda row: None) -> Certificate:

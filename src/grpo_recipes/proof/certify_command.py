@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_recipes.errors import UserError
 from grpo_recipes.proof.certify import Device, certify, make_plan
 from grpo_recipes.proof.certify_report import reasons, table, write_certificate
 from grpo_recipes.proof.certify_subject import subject_of
@@ -31,10 +32,12 @@ def run(
     """Certify and print. Returns the exit status: 0 if every layout stayed within the tolerances, otherwise 1.
 
     Raises:
-        UserError: as `subject_of`, `make_plan` and `certify`.
+        UserError: as `subject_of`, `make_plan` and `certify`; `output` is a file.
     """
     from rich.console import Console
 
+    if output is not None and output.exists() and not output.is_dir():
+        raise UserError(f"{output} is a file", where="--output", mend="give a folder for certificate.json")
     plan = make_plan(
         subject_of(name, overrides, family),
         layouts,

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from grpo_recipes.errors import UserError
 from grpo_recipes.proof.certify_layouts import Layout, recipes_own
-from grpo_recipes.recipe.schema import PolicyConfig
+from grpo_recipes.recipe.layout import devices
+from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
 from grpo_recipes.recipe.shrink import FAMILIES
 
 # Keys of a recipe's megatron_cfg that change how something is computed, and mean the same to a small model. Others are
@@ -72,6 +74,15 @@ def _settings(overrides: Sequence[str]) -> dict[str, Any]:
                 mend=f"leave it out, give a recipe, or use policy.megatron_cfg.KEY=VALUE with one of {', '.join(KEPT)}",
             )
         found[key] = yaml.safe_load(value)
+    try:
+        MegatronConfig.model_validate(found, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"{first['msg'].removeprefix('Input ')}, is {first['input']!r}",
+            where=f"policy.megatron_cfg.{first['loc'][0]}",
+            mend="correct it",
+        ) from error
     return found
 
 
@@ -82,7 +93,6 @@ def _of_recipe(name: str, overrides: Sequence[str]) -> Subject:
     recipe = resolved.recipe
     megatron = recipe.policy.megatron_cfg
     given = megatron.model_dump(exclude_unset=True)
-    devices = recipe.cluster.num_nodes * recipe.cluster.gpus_per_node
     of_model = (
         megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
     )
@@ -90,7 +100,7 @@ def _of_recipe(name: str, overrides: Sequence[str]) -> Subject:
         f"{resolved.name}@{resolved.version}",
         *_config(_folder(recipe.policy)),
         {key: given[key] if key != "recompute_num_layers" else 1 for key in KEPT if key in given},
-        recipes_own(megatron, replicated=devices > of_model),
+        recipes_own(megatron, replicated=devices(recipe.cluster) > of_model),
         resolved.digest,
     )
 
