@@ -115,7 +115,7 @@ def make_worker(
 ) -> Worker:
     from grpo_recipes.generation.megatron.sampler import MegatronSampler
     from grpo_recipes.policy.megatron.trainer import MegatronPolicy
-    from grpo_recipes.policy.megatron.whole_model import WholeModel, is_split
+    from grpo_recipes.policy.megatron.whole_model import WholeModel, needs_copy
 
     trainer = MegatronPolicy(
         policy,
@@ -125,7 +125,7 @@ def make_worker(
         needs_reference=needs_reference,
         seed=seed,
     )
-    copy = WholeModel(policy, model_folder) if is_split(policy.megatron_cfg) else None
+    copy = WholeModel(policy, model_folder) if needs_copy(policy.megatron_cfg) else None
     sampler = MegatronSampler(
         copy.decoder if copy else trainer.decoder,
         max_batch_size=policy.generation.max_batch_size,

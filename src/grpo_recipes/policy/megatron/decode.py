@@ -30,6 +30,8 @@ class Decoder:
         split = ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
         if model.config.sequence_parallel or any(getattr(model.config, size) > 1 for size in split):
             raise ValueError("rows are decoded on ranks that hold the whole model: see whole_model.py")
+        if model.config.fp8 or model.config.fp4:
+            raise ValueError("rows are decoded in the precision of the model: see whole_model.py")
         self.model = model
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.cache: KeyValueCache | None = None

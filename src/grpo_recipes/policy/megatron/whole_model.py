@@ -1,4 +1,5 @@
-"""A copy of the whole model on one rank, to sample from where the trainer's model is split over several."""
+"""A copy of the whole model on one rank, to sample from where the trainer's model is split over several ranks or
+computes in fewer bits."""
 
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ OF_A_SPLIT_MODEL = (
     "pipeline_model_parallel_layout",
     "microbatch_group_size_per_vp_stage",
     "overlap_p2p_comm",
+    "overlap_p2p_comm_warmup_flush",
     "batch_p2p_comm",
     "defer_embedding_wgrad_compute",
     "tp_comm_overlap",
@@ -45,10 +47,21 @@ OF_A_SPLIT_MODEL = (
     "overlap_moe_expert_parallel_comm",
     "moe_shared_expert_overlap",
 )
+# TransformerEngine multiplies in 8 or 4 bits for multiples of 16 or 32 tokens only, and goes on with its own copies of
+# the weights until a microbatch is said to be a first one: a sampler would fail, or draw by old weights.
+LOW_PRECISION = ("fp8", "fp4")
+OF_LOW_PRECISION = (
+    *LOW_PRECISION,
+    "fp8_output_proj",
+    "first_last_layers_bf16",
+    "moe_router_padding_for_quantization",
+    "moe_router_padding_for_fp8",
+)
 
 
 class WholeModel:
-    """The recipe's model, unsplit, without gradients and without an optimizer. It has no weights until `take`.
+    """The recipe's model, unsplit, in policy.precision, without gradients and without an optimizer. It has no weights
+    until `take`.
 
     Costs the memory of one whole copy of the parameters on every rank; nothing larger than a bucket besides.
     """
@@ -56,7 +69,7 @@ class WholeModel:
     def __init__(self, policy: PolicyConfig, model_folder: Path) -> None:
         hf = read_config(model_folder, trust_remote_code=policy.trust_remote_code)
         family = family_of(hf)
-        unsplit = policy.model_copy(update={"megatron_cfg": without_parallelism(policy.megatron_cfg)})
+        unsplit = policy.model_copy(update={"megatron_cfg": for_sampling(policy.megatron_cfg)})
         self.built = build_model(hf, family, unsplit, groups_of_one())
         for chunk in self.built.chunks:
             chunk.requires_grad_(False).eval()
@@ -70,13 +83,18 @@ class WholeModel:
         return Decoder(self.built, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
 
 
-def is_split(megatron: MegatronConfig) -> bool:
-    """Whether a rank of the trainer holds, or computes, less than the whole model."""
-    return any(getattr(megatron, size) > 1 for size in (*SIZES, "expert_tensor_parallel_size"))
+def needs_copy(megatron: MegatronConfig) -> bool:
+    """Whether a rank of the trainer holds, or computes, less than the whole model, or in fewer bits than a sampler can."""
+    given = megatron.model_extra or {}
+    return any(getattr(megatron, size) > 1 for size in (*SIZES, "expert_tensor_parallel_size")) or any(
+        given.get(name) for name in LOW_PRECISION
+    )
 
 
-def without_parallelism(megatron: MegatronConfig) -> MegatronConfig:
-    return type(megatron).model_validate(megatron.model_dump(exclude_unset=True, exclude=set(OF_A_SPLIT_MODEL)))
+def for_sampling(megatron: MegatronConfig) -> MegatronConfig:
+    """The same model, on one rank and in policy.precision."""
+    left_out = {*OF_A_SPLIT_MODEL, *OF_LOW_PRECISION}
+    return type(megatron).model_validate(megatron.model_dump(exclude_unset=True, exclude=left_out))
 
 
 def groups_of_one() -> ProcessGroupCollection:
