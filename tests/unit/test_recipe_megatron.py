@@ -68,7 +68,11 @@ def test_fields_of_megatron_core_are_accepted() -> None:
     [
         # Covers: typos under megatron_cfg accepted.
         ({"recompute_granularty": "full"}, "did you mean policy.megatron_cfg.recompute_granularity"),
-        ({"tensor_parallel_size": 2}, "did you mean policy.megatron_cfg.tensor_model_parallel_size"),
+        (
+            {"tensor_parallel_size": 2},
+            "did you mean policy.megatron_cfg.tensor_model_parallel_size or "
+            "policy.megatron_cfg.expert_tensor_parallel_size",
+        ),
         (
             {"adam_beta1": 0.9},
             "is not a field of Megatron-Core's TransformerConfig -> did you mean policy.megatron_cfg.optimizer.adam_beta1?",

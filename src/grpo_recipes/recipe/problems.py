@@ -30,4 +30,4 @@ def raise_problems(problems: Sequence[Problem], subject: str) -> None:
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     """The candidates that resemble `name` most, best first; at most `count`, none if none is close."""
-    return difflib.get_close_matches(name, list(candidates), n=count, cutoff=0.6)
+    return difflib.get_close_matches(name, list(dict.fromkeys(candidates)), n=count, cutoff=0.6)
