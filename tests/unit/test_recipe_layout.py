@@ -85,6 +85,11 @@ def test_layouts_that_fit(cluster: dict[str, int], cfg: dict[str, Any]) -> None:
         ),
         (FOUR, {TP: 2, ETP: 2}, "expert_tensor_parallel_size: 2 needs GPUs (cluster.gpus_per_node is 0)"),
         (GPUS, {VPP: 2}, f"{VPP}: 2 stages on each rank need pipeline_model_parallel_size > 1, which is 1"),
+        (GPUS, {TP: 3}, "-> set cluster.gpus_per_node to a multiple of 3"),
+        (FOUR, {TP: 3}, "-> set cluster.cpu_processes (on GPUs cluster.gpus_per_node) to a multiple of 3"),
+        (FOUR, {PP: 2, VPP: 0}, f"{VPP}: must be at least 1, is 0"),
+        (FOUR, {PP: 2, "num_layers_in_first_pipeline_stage": 0}, "in_first_pipeline_stage: must be at least 1, is 0"),
+        (GPUS, {"pipeline_model_parallel_layout": ""}, "means nothing: pipeline_model_parallel_size is 1"),
         (GPUS, {"pipeline_model_parallel_layout": "EttL"}, "means nothing: pipeline_model_parallel_size is 1"),
         (GPUS, {"num_layers_in_last_pipeline_stage": 3}, "means nothing: pipeline_model_parallel_size is 1"),
         (

@@ -48,10 +48,8 @@ def parallel_problems(recipe: Recipe) -> Iterator[Problem]:
             "set it to 1",
         )
     yield from _stages(cfg)
-    found, count = (
-        devices(cluster),
-        "cluster.num_nodes x " + ("cluster.gpus_per_node" if cluster.gpus_per_node else "cluster.cpu_processes"),
-    )
+    found, key = devices(cluster), f"cluster.{'gpus_per_node' if cluster.gpus_per_node else 'cpu_processes'}"
+    count = f"cluster.num_nodes x {key}"
     model = cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size * cfg.context_parallel_size
     if found % model:
         yield Problem(
@@ -59,7 +57,7 @@ def parallel_problems(recipe: Recipe) -> Iterator[Problem]:
             f"tensor_model_parallel_size {cfg.tensor_model_parallel_size} x pipeline_model_parallel_size "
             f"{cfg.pipeline_model_parallel_size} x context_parallel_size {cfg.context_parallel_size} need groups of "
             f"{model} processes, and {count} is {found}",
-            f"make {count} a multiple of {model}",
+            _more(key, model),
         )
         return
     experts = cfg.expert_model_parallel_size * cfg.expert_tensor_parallel_size * cfg.pipeline_model_parallel_size
@@ -69,25 +67,34 @@ def parallel_problems(recipe: Recipe) -> Iterator[Problem]:
             f"expert_model_parallel_size {cfg.expert_model_parallel_size} x expert_tensor_parallel_size "
             f"{cfg.expert_tensor_parallel_size} x pipeline_model_parallel_size {cfg.pipeline_model_parallel_size} need "
             f"groups of {experts} processes, and {count} is {found}",
-            f"make {count} a multiple of {experts}",
+            _more(key, experts),
         )
+
+
+def _more(key: str, group: int) -> str:
+    gpus = "" if key == "cluster.gpus_per_node" else " (on GPUs cluster.gpus_per_node)"
+    return f"set {key}{gpus} to a multiple of {group}"
 
 
 def _stages(cfg: MegatronConfig) -> Iterator[Problem]:
     """Settings of pipeline stages against each other."""
     given, pipeline = given_fields(cfg), cfg.pipeline_model_parallel_size
     virtual, layout = given.get("virtual_pipeline_model_parallel_size"), given.get("pipeline_model_parallel_layout")
-    uneven = [name for name in _UNEVEN if given.get(name)]
-    if virtual is not None and (virtual < 1 or (virtual > 1 and pipeline == 1)):
+    uneven = [name for name in _UNEVEN if given.get(name) is not None and given[name] is not False]
+    if virtual is not None and virtual < 1:
+        yield Problem(
+            f"{_CFG}.virtual_pipeline_model_parallel_size", f"must be at least 1, is {virtual}", "set it to null"
+        )
+    elif virtual is not None and virtual > 1 and pipeline == 1:
         yield Problem(
             f"{_CFG}.virtual_pipeline_model_parallel_size",
             f"{virtual} stages on each rank need pipeline_model_parallel_size > 1, which is {pipeline}",
             "set it to null",
         )
-    for name in [*uneven, *(["pipeline_model_parallel_layout"] if layout else [])]:
+    for name in [*uneven, *(["pipeline_model_parallel_layout"] if layout is not None else [])]:
         if pipeline == 1:
             yield Problem(f"{_CFG}.{name}", "means nothing: pipeline_model_parallel_size is 1", "remove it")
-    if layout and uneven:
+    if layout is not None and uneven:
         yield Problem(f"{_CFG}.pipeline_model_parallel_layout", f"and {uneven[0]} exclude each other", "remove one")
     if len({name.startswith("num") for name in uneven}) == 2:
         yield Problem(f"{_CFG}.{uneven[0]}", f"and {uneven[-1]} exclude each other", "remove one")
@@ -141,7 +148,7 @@ def _no_experts(cfg: MegatronConfig) -> Iterator[Problem]:
 def _layers(cfg: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
     given, pipeline, layers = given_fields(cfg), cfg.pipeline_model_parallel_size, shape.layers
     virtual = given.get("virtual_pipeline_model_parallel_size") or 1
-    if given.get("pipeline_model_parallel_layout"):
+    if given.get("pipeline_model_parallel_layout") is not None:
         yield from _explicit_layout(given["pipeline_model_parallel_layout"], layers, pipeline, virtual)
         return
     first, last = (given.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
