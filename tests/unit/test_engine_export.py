@@ -82,6 +82,8 @@ def test_a_target_in_use_is_refused(run, target):
 def test_what_is_no_checkpoint_is_refused(run, target):
     with pytest.raises(UserError, match=r"no checkpoint of step 7\n.*there are: 1, 2"):
         export_checkpoint(run, target, 7)
+    with pytest.raises(UserError, match="nowhere: no such run"):
+        export_checkpoint(target / "nowhere", target)
     with pytest.raises(UserError, match="holds no checkpoint"):
         export_checkpoint(target.parent, target)
     with pytest.raises(UserError, match="not the checkpoint of step 2"):

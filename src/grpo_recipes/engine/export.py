@@ -22,10 +22,6 @@ def export_checkpoint(source: Path, target: Path, step: int | None = None) -> Pa
         UserError: no such checkpoint, or a damaged one; its run's recipe or model folder is gone; `target` is not
             empty; the disk is full.
     """
-    import torch
-
-    from grpo_recipes.policy.hf.folder import export_model
-    from grpo_recipes.policy.megatron.shards import SavedState
     from grpo_recipes.recipe.compose import load_resolved
     from grpo_recipes.recipe.model_folder import model_path
 
@@ -44,6 +40,12 @@ def export_checkpoint(source: Path, target: Path, step: int | None = None) -> Pa
         )
     policy = load_resolved(recipe_path).recipe.policy
     model = model_path(policy.model_name, policy.model_revision)
+
+    import torch
+
+    from grpo_recipes.policy.hf.folder import export_model
+    from grpo_recipes.policy.megatron.shards import SavedState
+
     saved = SavedState(checkpoint / POLICY)
     saved.check_weights()
     with written_aside(target) as aside:
@@ -59,6 +61,8 @@ def export_checkpoint(source: Path, target: Path, step: int | None = None) -> Pa
 
 def find_checkpoint(source: Path, step: int | None) -> Path:
     """Raises UserError if there is none, or none of that step."""
+    if not source.is_dir():
+        raise UserError("no such run", where=str(source), mend="`nemo-run runs` lists them; or give a folder")
     if (source / STATE).is_file():
         if step is not None and source.name != f"step_{step:06d}":
             raise UserError(f"is not the checkpoint of step {step}", where=str(source), mend="leave --step out")
