@@ -1,5 +1,9 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from grpo_recipes.policy.logprobs import logprobs_and_entropy
 
@@ -24,6 +28,48 @@ def test_values_and_gradients_against_float64(chunk_elements, temperature):
     (found * upstream).sum().backward()
     (wanted * upstream).sum().backward()
     torch.testing.assert_close(mine.grad.double(), exact.grad, atol=1e-5, rtol=0)
+
+
+class TwoThreads:
+    """As much of a process group as two threads need."""
+
+    def __init__(self):
+        self.barrier, self.given = threading.Barrier(2, timeout=10), {}
+
+    def size(self):
+        return 2
+
+    def all_reduce(self, tensor, op):
+        self.given[threading.get_ident()] = tensor.clone()
+        self.barrier.wait()
+        one, other = self.given.values()
+        tensor.copy_(torch.maximum(one, other) if op == dist.ReduceOp.MAX else one + other)
+        self.barrier.wait()
+
+
+@pytest.mark.parametrize("columns", [(4, 5), (9, 0), (1, 8)])
+def test_columns_over_two_ranks(columns, monkeypatch):
+    """A rank may hold no column at all: nothing but the padding of the vocabulary."""
+    monkeypatch.setattr(dist, "all_reduce", lambda t, op=dist.ReduceOp.SUM, group=None: group.all_reduce(t, op))
+    draw = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 9, generator=draw) * 4
+    targets, upstream = torch.tensor([0, 3, 4, 8, 5, 1]), torch.randn(2, 6, generator=draw)
+    exact = logits.double().requires_grad_()
+    wanted = reference(exact, targets, 0.7)
+    (wanted * upstream).sum().backward()
+    group = TwoThreads()
+
+    def on_rank(part, start):
+        mine = part.clone().requires_grad_()
+        found = logprobs_and_entropy(mine, targets, 0.7, vocab_start=start, group=group, chunk_elements=8)
+        (found * upstream).sum().backward()
+        return found, mine.grad
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(on_rank, logits.split(columns, dim=1), (0, columns[0])))
+    for found, _ in ranks:
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat([grad for _, grad in ranks], 1).double(), exact.grad, atol=1e-5, rtol=0)
 
 
 def test_large_logits_stay_finite():

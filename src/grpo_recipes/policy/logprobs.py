@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 22  # float32 logits held at once: 16 MiB
+LOWEST = -1e30  # stands for the maximum of no columns
 
 
 def logprobs_and_entropy(
@@ -98,6 +99,8 @@ def row_statistics(logits: Tensor, local: Tensor, temperature: float, chunk_elem
     tokens, vocab = logits.shape
     inside = (local >= 0) & (local < vocab)
     out = torch.empty(4, tokens, dtype=torch.float32, device=logits.device)
+    if not vocab:  # a tensor-parallel rank may hold nothing but padding
+        return out.copy_(torch.tensor([LOWEST, 0.0, 0.0, torch.nan])[:, None])
     for part in _chunks(tokens, vocab, chunk_elements):
         z = logits[part].float() / temperature
         out[0, part] = z.amax(-1)
@@ -126,7 +129,7 @@ def differentiate(
     """
     tokens, vocab = logits.shape
     inside = (local >= 0) & (local < vocab)
-    for part in _chunks(tokens, vocab, chunk_elements):
+    for part in _chunks(tokens, vocab, chunk_elements) if vocab else ():
         g_logprob, g_entropy = grad[0, part], grad[1, part]
         logp = logits[part].float() / temperature - largest[part, None] - log_total[part, None]
         dz = -logp.exp() * (g_logprob[:, None] + g_entropy[:, None] * (logp + entropy[part, None]))
@@ -135,5 +138,5 @@ def differentiate(
 
 
 def _chunks(tokens: int, vocab: int, chunk_elements: int) -> list[slice]:
-    size = max(1, chunk_elements // max(1, vocab))
+    size = max(1, chunk_elements // vocab)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
