@@ -48,6 +48,7 @@ def initialize(megatron: MegatronConfig, seed: int) -> None:
         raise UserError(
             f"tensor x pipeline x context parallel size is {model_parallel}, which does not divide {world} processes",
             where="policy.megatron_cfg",
+            mend=f"start a multiple of {model_parallel} processes, or lower one of the three",
         )
     if _widths != widths:
         destroy()

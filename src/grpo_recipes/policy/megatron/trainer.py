@@ -192,7 +192,7 @@ class MegatronPolicy:
                 for bucket in group.buckets if peers.size() > 1 else ():
                     mine = bucket.grad_data.chunk(peers.size())[peers.rank()].clone()  # the rest was not reduced here
                     dist.all_gather_into_tensor(bucket.grad_data, mine, group=peers)
-        found = self.weights.gather(of=lambda parameter: parameter.main_grad, dtype=torch.float32)
+        found = self.weights.gather(of=lambda parameter: parameter.main_grad.float(), dtype=torch.float32)
         return {name: gradient.clone() for name, gradient in found}
 
     def close(self) -> None:
