@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from grpo_recipes.engine.checkpoint import CheckpointStore
-from grpo_recipes.engine.export import export_checkpoint
+from grpo_recipes.engine.export import export_checkpoint, find_checkpoint
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.contract import empty_batch
 from grpo_recipes.policy.megatron.trainer import MegatronPolicy
@@ -77,6 +77,13 @@ def test_a_target_in_use_is_refused(run, target):
     with pytest.raises(UserError, match="not an empty folder"):
         export_checkpoint(run, target)
     assert files(target) == before
+
+
+def test_a_checkpoint_from_before_the_first_step_is_named(tmp_path):
+    for step in (0, 10):
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    with pytest.raises(UserError, match="there are: 0, 10"):
+        find_checkpoint(tmp_path, 7)
 
 
 def test_what_is_no_checkpoint_is_refused(run, target):

@@ -76,7 +76,7 @@ def find_checkpoint(source: Path, step: int | None) -> Path:
         return found[-1]
     wanted = source / "checkpoints" / f"step_{step:06d}"
     if wanted not in found:
-        steps = ", ".join(path.name.removeprefix("step_").lstrip("0") for path in found)
+        steps = ", ".join(str(int(path.name.removeprefix("step_"))) for path in found)
         raise UserError(f"has no checkpoint of step {step}", where=str(source), mend=f"there are: {steps}")
     return wanted
 
