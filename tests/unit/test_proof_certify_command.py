@@ -1,6 +1,7 @@
 """`nemo-run certify layout`: what it takes, and what it refuses before any process starts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,18 @@ def test_a_model_that_the_trainer_does_not_cover_is_refused(tmp_path: Path) -> N
 def test_a_setting_that_cannot_work_is_refused(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_plan(subject_of(None, [f"policy.megatron_cfg.{override}"], "llama"), device="cpu")
+
+
+def test_a_certificate_names_no_setting_that_its_device_did_not_compute_with() -> None:
+    from grpo_recipes.proof.certify import Certificate
+    from grpo_recipes.proof.certify_report import as_json
+    from grpo_recipes.proof.certify_tolerances import FLOAT32
+
+    asked = [f"policy.megatron_cfg.{setting}" for setting in ("transformer_impl=local", "activation_checkpointing=true")]
+    plan = make_plan(subject_of(None, asked, "llama"), device="cpu")
+    assert as_json(Certificate(plan, FLOAT32, ()))["kept_megatron_cfg"] == {"activation_checkpointing": True}
+    on_gpus = replace(plan, device="cuda")
+    assert on_gpus.kept == {"transformer_impl": "local", "activation_checkpointing": True}
 
 
 def test_data_parallel_processes_on_a_cpu_belong_to_the_recipes_own_layout() -> None:

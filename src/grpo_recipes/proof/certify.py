@@ -46,6 +46,11 @@ class Plan:
     precision: Precision
     plant: str | None = None
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Of the recipe's megatron_cfg, what this device can compute."""
+        return {k: v for k, v in self.subject.kept.items() if self.device == "cuda" or k not in CUDA_ONLY}
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -134,7 +139,7 @@ def _check_settings(plan: Plan) -> None:
     for layout in plan.layouts:
         policy = _policy(plan, layout, Path("model"))
         problems = megatron_problems(policy.megatron_cfg) or setting_problems(policy, on_gpus=plan.device == "cuda")
-        raise_problems(problems, f"the settings of {layout}")
+        raise_problems(problems, f"layout {layout}")
 
 
 def certify(plan: Plan, tell: Callable[[Row], None] = lambda row: None) -> Certificate:
@@ -207,9 +212,8 @@ class Bench:
 def _policy(plan: Plan, layout: Layout, checkpoint: Path) -> PolicyConfig:
     from grpo_recipes.proof.certify_reference import LENGTHS, OPTIMIZER, TEMPERATURE
 
-    kept = {k: v for k, v in plan.subject.kept.items() if plan.device == "cuda" or k not in CUDA_ONLY}
     megatron = {
-        **kept,
+        **plan.kept,
         **layout.megatron_cfg(),
         "optimizer": {
             "lr": OPTIMIZER.lr,

@@ -84,7 +84,7 @@ def as_json(certificate: Certificate) -> dict[str, Any]:
         "passed": certificate.passed,
         "subject": plan.subject.name,
         "recipe_digest": plan.subject.digest,
-        "kept_megatron_cfg": plan.subject.kept,
+        "kept_megatron_cfg": plan.kept,
         "config": plan.config,
         "precision": plan.precision,
         "device": plan.device,
