@@ -129,7 +129,9 @@ def test_a_certificate_names_no_setting_that_its_device_did_not_compute_with() -
     from grpo_recipes.proof.certify_report import as_json
     from grpo_recipes.proof.certify_tolerances import FLOAT32
 
-    asked = [f"policy.megatron_cfg.{setting}" for setting in ("transformer_impl=local", "activation_checkpointing=true")]
+    asked = [
+        f"policy.megatron_cfg.{setting}" for setting in ("transformer_impl=local", "activation_checkpointing=true")
+    ]
     plan = make_plan(subject_of(None, asked, "llama"), device="cpu")
     assert as_json(Certificate(plan, FLOAT32, ()))["kept_megatron_cfg"] == {"activation_checkpointing": True}
     on_gpus = replace(plan, device="cuda")
