@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
 
 SIZES = tuple(f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model"))
-# Fields that speak of how a model is split and trained, and nothing of what it computes. Some demand a split.
+# Fields that a recipe can set (recipe/megatron_limits.py) and that speak of how a model is split and trained, not of
+# what it computes. Some demand a split.
 OF_A_SPLIT_MODEL = (
     *SIZES,
     "expert_tensor_parallel_size",
@@ -34,18 +35,11 @@ OF_A_SPLIT_MODEL = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
-    "microbatch_group_size_per_vp_stage",
     "overlap_p2p_comm",
     "overlap_p2p_comm_warmup_flush",
     "batch_p2p_comm",
-    "defer_embedding_wgrad_compute",
-    "tp_comm_overlap",
     "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
     "moe_token_dispatcher_type",
-    "moe_enable_deepep",
-    "overlap_moe_expert_parallel_comm",
-    "moe_shared_expert_overlap",
 )
 # TransformerEngine multiplies in 8 or 4 bits for multiples of 16 or 32 tokens only, and goes on with its own copies of
 # the weights until a microbatch is said to be a first one: a sampler would fail, or draw by old weights.
