@@ -1,4 +1,5 @@
-"""Two gloo processes: the losses that experts add by themselves weigh the same under every layout as on one process."""
+"""Two gloo processes: the losses that experts add by themselves weigh the same under every layout as on one process, and
+so where gradients are reduced while others are still computed."""
 
 import pickle
 from datetime import timedelta
@@ -11,12 +12,15 @@ from policy_models import policy_config, policy_gradient_loss, random_batch, wri
 
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
 LAYOUTS = {
     "cp2": {"context_parallel_size": 2},
     "tp2 sp": TP2,
     "dp2": {},
-    "dp2 ep2": {"expert_model_parallel_size": 2},
-    "tp2 sp ep2": TP2 | {"expert_model_parallel_size": 2},
+    "dp2 ep2": EP2,
+    "dp2 ep2, overlapping": EP2
+    | {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 2000}},
+    "tp2 sp ep2": TP2 | EP2,
     "virtual": PP2 | {"virtual_pipeline_model_parallel_size": 2},
 }
 LOSSES = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1}
