@@ -54,7 +54,9 @@ def test_bad_layouts_are_refused(text: str, message: str) -> None:
     ("text", "config", "reason"),
     [
         ("tp2", DENSE, None),
-        ("tp4.dp2", DENSE, "tp4 does not divide 2 key-value heads"),
+        ("tp4.dp2", DENSE, None),  # two ranks share each of the 2 key-value heads
+        ("tp3", DENSE, "tp3 does not divide 8 query heads"),
+        ("tp4", {"num_attention_heads": 12, "num_key_value_heads": 3}, "tp4 does not divide 3 key-value heads"),
         ("ep2", DENSE, "no experts"),
         ("ep2", EXPERTS, None),
         ("ep16", EXPERTS, "ep16 does not divide 8 experts"),

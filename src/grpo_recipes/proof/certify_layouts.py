@@ -96,9 +96,11 @@ def _problems(layout: Layout) -> Iterator[str]:
 
 def unfit(layout: Layout, config: Mapping[str, Any]) -> str | None:
     """Why a model of this config.json cannot take the layout, None if it can. The number of layers is not looked at."""
-    for what, key in (("query heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
-        if config[key] % layout.tp:
-            return f"tp{layout.tp} does not divide {config[key]} {what}"
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    if heads % layout.tp:
+        return f"tp{layout.tp} does not divide {heads} query heads"
+    if groups % layout.tp and layout.tp % groups:  # fewer of them than ranks are copied, if that comes out even
+        return f"tp{layout.tp} does not divide {groups} key-value heads"
     experts = num_experts(config)
     if not experts and (layout.ep > 1 or layout.etp > 1):
         return "the model has no experts to spread"
