@@ -3,7 +3,8 @@
 import pytest
 
 from grpo_recipes.errors import UserError
-from grpo_recipes.recipe.shrink import FAMILIES, num_experts, shrink
+from grpo_recipes.recipe.architecture import number_of_experts
+from grpo_recipes.recipe.shrink import FAMILIES, shrink
 
 LLAMA_70B = {
     "model_type": "llama",
@@ -96,7 +97,7 @@ def test_qwen3_moe_keeps_wide_heads_and_routed_experts() -> None:
     assert tiny["head_dim"] * tiny["num_attention_heads"] != tiny["hidden_size"]
     assert (tiny["num_experts"], tiny["num_experts_per_tok"], tiny["norm_topk_prob"]) == (8, 2, True)
     assert len({tiny["hidden_size"], tiny["intermediate_size"], tiny["moe_intermediate_size"]}) == 3
-    assert num_experts(tiny) == 8
+    assert number_of_experts(tiny) == 8
 
 
 def test_layers_that_differ_are_kept_where_they_fit() -> None:

@@ -19,12 +19,12 @@ from grpo_recipes.proof.certify_pool import Pool
 from grpo_recipes.proof.certify_subject import CUDA_ONLY, Subject
 from grpo_recipes.proof.certify_tolerances import Precision, Tolerances, tolerances
 from grpo_recipes.proof.certify_verdict import CUTS, Row, failures, of_all_ranks
-from grpo_recipes.recipe.architecture import check_architecture
+from grpo_recipes.recipe.architecture import check_architecture, number_of_experts
 from grpo_recipes.recipe.megatron import megatron_problems
 from grpo_recipes.recipe.megatron_combinations import setting_problems
 from grpo_recipes.recipe.problems import raise_problems
 from grpo_recipes.recipe.schema import PolicyConfig
-from grpo_recipes.recipe.shrink import num_experts, shrink
+from grpo_recipes.recipe.shrink import shrink
 
 if TYPE_CHECKING:
     from grpo_recipes.proof.certify_reference import Reference
@@ -90,7 +90,7 @@ def make_plan(
         raise UserError("--matrix and --layout were both given", where="certify layout", mend="leave one of them out")
     check_architecture(subject.config, subject.where)
     tiny = shrink(subject.config, where=subject.where)
-    if precision == "bfloat16" and num_experts(tiny):
+    if precision == "bfloat16" and number_of_experts(tiny):
         raise UserError(
             "rounded to 8 bits a router may send a token to another expert than the reference does, which no tolerance "
             "for rounding covers",
@@ -224,7 +224,7 @@ def _policy(plan: Plan, layout: Layout, checkpoint: Path) -> PolicyConfig:
         },
         "scheduler": {"lr_decay_style": "constant"},
     }
-    if num_experts(plan.config):  # transformers adds no balancing loss to logits
+    if number_of_experts(plan.config):  # transformers adds no balancing loss to logits
         megatron |= {"moe_router_load_balancing_type": "none"}
     return PolicyConfig.model_validate(
         {

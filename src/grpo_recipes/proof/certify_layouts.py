@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_recipes.errors import UserError
+from grpo_recipes.recipe.architecture import number_of_experts
 from grpo_recipes.recipe.schema import MegatronConfig
-from grpo_recipes.recipe.shrink import num_experts
 
 NOTATION = "tpN ppN vppN cpN epN etpN dpN sp, joined by dots, such as tp2.pp2.sp; one for a single process"
 _TOKEN = re.compile(r"(tp|pp|vpp|cp|ep|etp|dp)([1-9]\d*)")
@@ -101,7 +101,7 @@ def unfit(layout: Layout, config: Mapping[str, Any]) -> str | None:
         return f"tp{layout.tp} does not divide {heads} query heads"
     if groups % layout.tp and layout.tp % groups:  # fewer of them than ranks are copied, if that comes out even
         return f"tp{layout.tp} does not divide {groups} key-value heads"
-    experts = num_experts(config)
+    experts = number_of_experts(config)
     if not experts and (layout.ep > 1 or layout.etp > 1):
         return "the model has no experts to spread"
     if experts and experts % layout.ep:
@@ -157,7 +157,7 @@ def matrix(config: Mapping[str, Any]) -> list[Layout]:
     found: list[Layout] = []
     for text in MATRIX:
         layout = parse(text)
-        if num_experts(config) and layout.tp > 1 and not layout.sp:
+        if number_of_experts(config) and layout.tp > 1 and not layout.sp:
             layout = parse(f"{text}.sp")
         if layout not in found and unfit(layout, config) is None:
             found.append(layout)

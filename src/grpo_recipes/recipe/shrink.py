@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_recipes.errors import UserError
+from grpo_recipes.recipe.architecture import number_of_experts
 
 VOCABULARY = 131  # prime: no tensor-parallel size divides it
 ROPE_LENGTH = 256  # positions of the unscaled model: wavelengths lie on both sides of a scaling's borders
@@ -136,11 +137,6 @@ def shrink(
     return tiny
 
 
-def num_experts(config: Mapping[str, Any]) -> int:
-    """Routed experts of a layer, 0 for a dense model."""
-    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
-
-
 def _size(config: Mapping[str, Any], key: str, where: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -180,7 +176,7 @@ def _layer_lists(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _experts(config: Mapping[str, Any], hidden: int) -> dict[str, Any]:
-    experts = num_experts(config)
+    experts = number_of_experts(config)
     if not experts:
         return {}
     key = "num_experts" if config.get("num_experts") else "num_local_experts"
