@@ -70,6 +70,7 @@ def test_a_folder_with_nothing_but_a_configuration(tmp_path: Path) -> None:
         ({"family": "llama", "layouts": ["tp2"], "whole_matrix": True}, "certify layout", "both given"),
         ({"family": "llama", "layouts": ["tp9x"]}, "--layout", "unknown"),
         ({"family": "llama", "layouts": ["tp3"]}, "--layout", "tp3 does not divide 8 query heads"),
+        ({"family": "mixtral", "layouts": ["tp2.sp.etp2"]}, "--layout", "tp2.etp2.sp needs GPUs"),
         ({"family": "llama", "layouts": ["dp4"], "processes": 2}, "--processes", "dp4 needs 4 processes"),
         ({"family": "llama", "layouts": ["dp16"]}, "--processes", "16 processes are more than 8"),
         ({"family": "llama", "device": "cuda", "layouts": ["dp8"]}, "--device", "8 processes need as many GPUs"),

@@ -135,8 +135,14 @@ def make_plan(
 
 
 def _check_settings(plan: Plan) -> None:
-    """A setting that the trainer would refuse is the user's mistake, not a result of the layout."""
+    """What the trainer would refuse is the user's mistake, not a result of the layout."""
     for layout in plan.layouts:
+        if layout.etp > 1 and plan.device == "cpu":
+            raise UserError(
+                f"{layout} needs GPUs: experts get different numbers of tokens, and gloo gathers only equal ones",
+                where="--layout",
+                mend="name layouts without etp, or certify on GPUs",
+            )
         policy = _policy(plan, layout, Path("model"))
         problems = megatron_problems(policy.megatron_cfg) or setting_problems(policy, on_gpus=plan.device == "cuda")
         raise_problems(problems, f"layout {layout}")
