@@ -154,6 +154,10 @@ def shorten_a_tensor(tensors, header):
     tensors["param/3"] = tensors["param/3"][1:].clone()
 
 
+def from_a_gpu(tensors, state):
+    tensors["rng/cuda"] = torch.zeros(16, dtype=torch.uint8)
+
+
 def drop_random_state(tensors, header):
     del tensors["rng/cpu"]
 
@@ -183,6 +187,7 @@ def other_format(tensors, header):
         (drop_moment, "lacks exp_avg_sq/3"),
         (drop_parameter, r"nothing for model\.norm\.weight"),
         (drop_random_state, "lacks rng/cpu"),
+        (from_a_gpu, "written on a GPU, and this is a CPU"),
         (drop_a_piece, "every element of param of .* exactly once"),
         (hold_a_piece_twice, "every element of param of .* exactly once"),
         (shorten_a_tensor, "exactly once"),

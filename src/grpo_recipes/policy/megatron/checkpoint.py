@@ -261,7 +261,15 @@ def _saved_rng_states(saved: SavedState) -> dict[str, Tensor]:
     """Random states belong to ranks: with another number of ranks each keeps those it was seeded with."""
     if saved.model.world_size != dist.get_world_size():
         return {}
-    return {name: saved.tensor(dist.get_rank(), f"rng/{name}") for name in _rng_states()}
+    rank, now = dist.get_rank(), _rng_states()
+    if saved.has(rank, "rng/cpu") and saved.has(rank, "rng/cuda") != ("cuda" in now):
+        kinds = ("a GPU", "a CPU") if "cuda" not in now else ("a CPU", "a GPU")
+        raise UserError(
+            f"the checkpoint was written on {kinds[0]}, and this is {kinds[1]}: its random states mean nothing here",
+            where=str(saved.folder),
+            mend=f"resume on {kinds[0]}, or export the weights and start a run from them",
+        )
+    return {name: saved.tensor(rank, f"rng/{name}") for name in now}
 
 
 def _set_rng_states(states: dict[str, Tensor]) -> None:

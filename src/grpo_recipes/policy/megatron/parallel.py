@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from grpo_recipes.recipe.schema import MegatronConfig
 
 _widths: dict[str, int | None] = {}  # of the groups that stand
+_replica_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # by the ranks of a replica
 
 
 def initialize(megatron: MegatronConfig, seed: int) -> None:
@@ -63,6 +64,7 @@ def destroy() -> None:
     Megatron forgets most of its groups, without ending their threads: those end with the last reference.
     """
     _widths.clear()
+    _replica_groups.clear()
     parallel_state.destroy_model_parallel()
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, dist.ProcessGroup):
@@ -90,9 +92,11 @@ def replica(config: TransformerConfig) -> tuple[Replica, dist.ProcessGroup | Non
     group = None
     for data_rank in range(parallel_state.get_data_parallel_world_size()):
         ranks = tuple(rank for rank, found in enumerate(of_rank) if found == data_rank)
-        made = dist.new_group(list(ranks)) if len(ranks) > 1 else None  # every rank takes part in making every group
+        if ranks not in _replica_groups:  # every rank takes part in making every group
+            _replica_groups[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
         if data_rank == mine:
-            found_replica, group = Replica(mine, parallel_state.get_data_parallel_world_size(), ranks, multiple), made
+            found_replica = Replica(mine, parallel_state.get_data_parallel_world_size(), ranks, multiple)
+            group = _replica_groups[ranks]
     return found_replica, group
 
 

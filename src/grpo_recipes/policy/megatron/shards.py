@@ -262,6 +262,9 @@ class SavedState:
         self._check_key(rank, key)
         return self.files[rank].get_tensor(key)
 
+    def has(self, rank: int, key: str) -> bool:
+        return key in self._keys[rank]
+
     def buffer(self, name: str) -> Tensor:
         """A tensor of the model that is no parameter, by its name in the whole model; one rank wrote it."""
         key = f"buffer/{name}"
