@@ -10,6 +10,7 @@ from grpo_recipes.errors import UserError
 from grpo_recipes.proof.certify import Plan, make_plan
 from grpo_recipes.proof.certify_command import run
 from grpo_recipes.proof.certify_faults import check_fault
+from grpo_recipes.proof.certify_layouts import Layout
 from grpo_recipes.proof.certify_subject import subject_of
 
 
@@ -249,3 +250,14 @@ def test_a_family_takes_settings_that_change_how_it_is_computed_and_no_others():
     with pytest.raises(UserError, match="means nothing") as caught:
         subject_of(None, ["grpo.seed=7"], "qwen3")
     assert caught.value.where == "grpo.seed=7"
+
+
+def test_on_a_cpu_a_certificate_leaves_out_what_needs_transformer_engine():
+    settings = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}
+    subject = replace(subject_of(None, (), "qwen3_moe"), kept=settings, own=Layout(tp=2, ep=2, etp=2, sp=True))
+    plan = make_plan(subject, device="cpu")
+    assert plan.kept == {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    assert Layout(tp=2, ep=2, sp=True) in plan.layouts
+    assert {layout.etp for layout in plan.layouts} == {1}
+    only = replace(subject, kept={"recompute_granularity": "selective", "recompute_modules": ["layernorm"]})
+    assert make_plan(only, device="cpu").kept == {}

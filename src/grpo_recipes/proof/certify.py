@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +21,7 @@ from grpo_recipes.proof.certify_tolerances import Precision, Tolerances, toleran
 from grpo_recipes.proof.certify_verdict import CUTS, Row, failures, of_all_ranks
 from grpo_recipes.recipe.architecture import check_architecture, number_of_experts
 from grpo_recipes.recipe.megatron import megatron_problems
-from grpo_recipes.recipe.megatron_combinations import setting_problems
+from grpo_recipes.recipe.megatron_combinations import RECOMPUTABLE_BY_TE, setting_problems
 from grpo_recipes.recipe.problems import raise_problems
 from grpo_recipes.recipe.schema import PolicyConfig
 from grpo_recipes.recipe.shrink import shrink
@@ -48,8 +48,18 @@ class Plan:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Of the recipe's megatron_cfg, what this device can compute."""
-        return {k: v for k, v in self.subject.kept.items() if self.device == "cuda" or k not in CUDA_ONLY}
+        """Of the recipe's megatron_cfg, what is computed with on this device."""
+        if self.device == "cuda":
+            return self.subject.kept
+        kept = {k: v for k, v in self.subject.kept.items() if k not in CUDA_ONLY}
+        modules = kept.pop("recompute_modules", None)
+        if modules is None:
+            return kept
+        left = [module for module in modules if module not in RECOMPUTABLE_BY_TE]
+        if left:
+            return kept | {"recompute_modules": left}
+        kept.pop("recompute_granularity", None)  # nothing is left to recompute
+        return kept
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,10 @@ def make_plan(
         asked = [layout for layout in matrix(tiny) if layout.processes <= limit]
     else:
         limit = processes or 2
-        asked = fitting(tiny, limit, subject.own)
+        own = subject.own
+        if own is not None and _device(device, limit) == "cpu":
+            own = replace(own, etp=1)  # gloo cannot gather the uneven parts of cut experts
+        asked = fitting(tiny, limit, own)
     if limit > MAX_PROCESSES:
         raise UserError(f"{limit} processes are more than {MAX_PROCESSES}", where="--processes", mend="use fewer")
     too_wide = [layout for layout in asked if layout.processes > limit]

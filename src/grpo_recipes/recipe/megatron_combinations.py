@@ -18,7 +18,7 @@ from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
 WHERE = "policy.megatron_cfg"
 
 RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
-_RECOMPUTABLE_BY_TE = ("layernorm", "moe_act")
+RECOMPUTABLE_BY_TE = ("layernorm", "moe_act")
 OFFLOADABLE = ("qkv_linear", "core_attn", "attn_proj", "attn_norm", "mlp_norm", "expert_fc1", "moe_act")
 _NOT_BALANCED = {
     "seq_aux_loss": "sequences lie end to end in a microbatch, so that it would be that of the whole pack: set aux_loss",
@@ -57,7 +57,7 @@ def needs(cfg: MegatronConfig) -> Iterator[tuple[str, Any, str]]:
                 yield f"{WHERE}.{section}{key}", value, NEEDS[class_name][key]
     if cfg.transformer_impl == "transformer_engine":
         yield f"{WHERE}.transformer_impl", cfg.transformer_impl, "te"
-    fused = [name for name in given_fields(cfg).get("recompute_modules") or () if name in _RECOMPUTABLE_BY_TE]
+    fused = [name for name in given_fields(cfg).get("recompute_modules") or () if name in RECOMPUTABLE_BY_TE]
     if fused:
         yield f"{WHERE}.recompute_modules", fused, "te"
 
