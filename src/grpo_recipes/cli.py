@@ -270,7 +270,7 @@ def certify_layout(
     _one_of("--precision", precision, ("float32", "bfloat16"))
     if family is not None and name is not None and "=" in name:  # no recipe: the first argument is an override, too
         name, overrides = None, [name, *(overrides or [])]
-    from grpo_recipes.proof.certify_command import run
+    from grpo_recipes.proof.certificate.command import run
 
     raise typer.Exit(
         run(

@@ -2,12 +2,12 @@
 
 import pytest
 
-from grpo_recipes.proof.certify import Bench, Certificate, make_plan, open_bench
-from grpo_recipes.proof.certify_layouts import Layout, parse
-from grpo_recipes.proof.certify_pool import Pool
-from grpo_recipes.proof.certify_subject import subject_of
-from grpo_recipes.proof.certify_tolerances import FLOAT32
-from grpo_recipes.proof.certify_verdict import Row
+from grpo_recipes.proof.certificate.certify import Bench, Certificate, make_plan, open_bench
+from grpo_recipes.proof.certificate.layouts import Layout, parse
+from grpo_recipes.proof.certificate.pool import Pool
+from grpo_recipes.proof.certificate.subject import subject_of
+from grpo_recipes.proof.certificate.tolerances import FLOAT32
+from grpo_recipes.proof.certificate.verdict import Row
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -6,10 +6,10 @@ microbatch counts; packed boundaries and their alignment.
 
 import pytest
 
-from grpo_recipes.proof.certify import Bench, make_plan, open_bench
-from grpo_recipes.proof.certify_layouts import parse
-from grpo_recipes.proof.certify_pool import Pool
-from grpo_recipes.proof.certify_subject import subject_of
+from grpo_recipes.proof.certificate.certify import Bench, make_plan, open_bench
+from grpo_recipes.proof.certificate.layouts import parse
+from grpo_recipes.proof.certificate.pool import Pool
+from grpo_recipes.proof.certificate.subject import subject_of
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_recipes.proof.certify_reference import (
+from grpo_recipes.proof.certificate.reference import (
     OPTIMIZER,
     Reference,
     as_saved,

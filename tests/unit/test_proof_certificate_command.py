@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import UserError
-from grpo_recipes.proof.certify import Plan, make_plan
-from grpo_recipes.proof.certify_command import run
-from grpo_recipes.proof.certify_faults import check_fault
-from grpo_recipes.proof.certify_layouts import Layout
-from grpo_recipes.proof.certify_subject import subject_of
+from grpo_recipes.proof.certificate.certify import Plan, make_plan
+from grpo_recipes.proof.certificate.command import run
+from grpo_recipes.proof.certificate.faults import check_fault
+from grpo_recipes.proof.certificate.layouts import Layout
+from grpo_recipes.proof.certificate.subject import subject_of
 
 
 def plan_of(name: str | None = None, *overrides: str, family: str | None = None, layouts=(), **options) -> Plan:
@@ -127,9 +127,9 @@ def test_a_setting_that_cannot_work_is_refused(override: str, message: str) -> N
 
 
 def test_a_certificate_names_no_setting_that_its_device_did_not_compute_with() -> None:
-    from grpo_recipes.proof.certify import Certificate
-    from grpo_recipes.proof.certify_report import as_json
-    from grpo_recipes.proof.certify_tolerances import FLOAT32
+    from grpo_recipes.proof.certificate.certify import Certificate
+    from grpo_recipes.proof.certificate.report import as_json
+    from grpo_recipes.proof.certificate.tolerances import FLOAT32
 
     asked = [
         f"policy.megatron_cfg.{setting}" for setting in ("transformer_impl=local", "activation_checkpointing=true")
@@ -178,7 +178,7 @@ def test_options_of_the_command(arguments: list[str], message: str) -> None:
 def test_the_command_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    import grpo_recipes.proof.certify_command as command
+    import grpo_recipes.proof.certificate.command as command
     from grpo_recipes.cli import app
 
     asked: list = []
@@ -206,10 +206,10 @@ def test_the_command_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_what_is_printed_and_returned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path) -> None:
-    import grpo_recipes.proof.certify_command as command
-    from grpo_recipes.proof.certify import Certificate
-    from grpo_recipes.proof.certify_tolerances import FLOAT32
-    from grpo_recipes.proof.certify_verdict import Row
+    import grpo_recipes.proof.certificate.command as command
+    from grpo_recipes.proof.certificate.certify import Certificate
+    from grpo_recipes.proof.certificate.tolerances import FLOAT32
+    from grpo_recipes.proof.certificate.verdict import Row
 
     row = Row("dp2", 2, "packed", None, ("loss differs by 1, allowed 1e-05",), "where it happened")
 

@@ -3,8 +3,8 @@
 import pytest
 
 from grpo_recipes.errors import UserError
-from grpo_recipes.proof.certify_layouts import Layout, fitting, layers_for, matrix, parse, recipes_own, unfit
-from grpo_recipes.proof.certify_shares import microbatches, shares
+from grpo_recipes.proof.certificate.layouts import Layout, fitting, layers_for, matrix, parse, recipes_own, unfit
+from grpo_recipes.proof.certificate.shares import microbatches, shares
 from grpo_recipes.recipe.schema import MegatronConfig
 from grpo_recipes.recipe.shrink import FAMILIES, shrink
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from grpo_recipes.proof.certify_verdict import Cut
+from grpo_recipes.proof.certificate.verdict import Cut
 
 BIN = 3  # sequences of a packed microbatch
 

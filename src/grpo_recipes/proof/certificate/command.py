@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_recipes.errors import UserError
-from grpo_recipes.proof.certify import Device, certify, make_plan
-from grpo_recipes.proof.certify_report import reasons, table, write_certificate
-from grpo_recipes.proof.certify_subject import subject_of
-from grpo_recipes.proof.certify_tolerances import Precision
-from grpo_recipes.proof.certify_verdict import Row
+from grpo_recipes.proof.certificate.certify import Device, certify, make_plan
+from grpo_recipes.proof.certificate.report import reasons, table, write_certificate
+from grpo_recipes.proof.certificate.subject import subject_of
+from grpo_recipes.proof.certificate.tolerances import Precision
+from grpo_recipes.proof.certificate.verdict import Row
 
 WIDTH = 170  # of the table where no terminal limits it
 

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 if TYPE_CHECKING:
     from grpo_recipes.cluster.process import ProcessGroup
-    from grpo_recipes.proof.certify_verdict import Cut, Measured
-    from grpo_recipes.proof.certify_worker import Job
+    from grpo_recipes.proof.certificate.verdict import Cut, Measured
+    from grpo_recipes.proof.certificate.worker import Job
 
 TIME_LIMIT_S = 300  # of one layout, and of a start
 
@@ -38,7 +38,7 @@ class Pool:
 
     def _started(self) -> ProcessGroup:
         from grpo_recipes.cluster.process import ProcessGroup
-        from grpo_recipes.proof.certify_worker import CertifyWorker
+        from grpo_recipes.proof.certificate.worker import CertifyWorker
 
         if self._workers is None:
             with patch.dict(os.environ, self._environment()):  # the processes inherit it

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_recipes.errors import UserError
-from grpo_recipes.proof.certify_layouts import Layout, recipes_own
+from grpo_recipes.proof.certificate.layouts import Layout, recipes_own
 from grpo_recipes.recipe.layout import devices
 from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
 from grpo_recipes.recipe.shrink import FAMILIES

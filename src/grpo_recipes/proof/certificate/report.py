@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.proof.certify import Certificate
-from grpo_recipes.proof.certify_verdict import Row
+from grpo_recipes.proof.certificate.certify import Certificate
+from grpo_recipes.proof.certificate.verdict import Row
 from grpo_recipes.runs.files import write_atomically
 from grpo_recipes.runs.manifest import code_state, machine, package_versions
 

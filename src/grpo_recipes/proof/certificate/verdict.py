@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from grpo_recipes.proof.certify_tolerances import Tolerances
+from grpo_recipes.proof.certificate.tolerances import Tolerances
 
 Cut = Literal["packed", "unpacked"]
 CUTS: tuple[Cut, ...] = ("packed", "unpacked")  # many sequences a microbatch, one sequence a microbatch
@@ -15,7 +15,7 @@ CUTS: tuple[Cut, ...] = ("packed", "unpacked")  # many sequences a microbatch, o
 
 @dataclass(frozen=True)
 class Measured:
-    """Differences from the reference, each as proof/certify_tolerances.py defines it; infinity for what is missing or
+    """Differences from the reference, each as proof/certificate/tolerances.py defines it; infinity for what is missing or
     not a number. Tensors by Hugging Face name."""
 
     loss: float

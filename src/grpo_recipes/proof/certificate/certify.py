@@ -1,7 +1,7 @@
 """Does a parallel layout change the result? A tiny model of a recipe's architecture says so.
 
 The Megatron-Core trainer runs it in one process and in each layout, packed and unpacked, and is compared with Hugging
-Face transformers in float64 (proof/certify_reference.py) on the same random checkpoint.
+Face transformers in float64 (proof/certificate/reference.py) on the same random checkpoint.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_recipes.errors import UserError
-from grpo_recipes.proof.certify_layouts import Layout, fitting, layers_for, matrix, parse, unfit
-from grpo_recipes.proof.certify_pool import Pool
-from grpo_recipes.proof.certify_subject import CUDA_ONLY, Subject
-from grpo_recipes.proof.certify_tolerances import Precision, Tolerances, tolerances
-from grpo_recipes.proof.certify_verdict import CUTS, Row, failures, of_all_ranks
+from grpo_recipes.proof.certificate.layouts import Layout, fitting, layers_for, matrix, parse, unfit
+from grpo_recipes.proof.certificate.pool import Pool
+from grpo_recipes.proof.certificate.subject import CUDA_ONLY, Subject
+from grpo_recipes.proof.certificate.tolerances import Precision, Tolerances, tolerances
+from grpo_recipes.proof.certificate.verdict import CUTS, Row, failures, of_all_ranks
 from grpo_recipes.recipe.architecture import check_architecture, number_of_experts
 from grpo_recipes.recipe.megatron import megatron_problems
 from grpo_recipes.recipe.megatron_combinations import RECOMPUTABLE_BY_TE, setting_problems
@@ -27,7 +27,7 @@ from grpo_recipes.recipe.schema import PolicyConfig
 from grpo_recipes.recipe.shrink import shrink
 
 if TYPE_CHECKING:
-    from grpo_recipes.proof.certify_reference import Reference
+    from grpo_recipes.proof.certificate.reference import Reference
 
 Device = Literal["auto", "cpu", "cuda"]
 MAX_PROCESSES = 8
@@ -167,7 +167,7 @@ def certify(plan: Plan, tell: Callable[[Row], None] = lambda row: None) -> Certi
     Raises:
         UserError: an unknown planted fault.
     """
-    from grpo_recipes.proof.certify_faults import check_fault
+    from grpo_recipes.proof.certificate.faults import check_fault
 
     check_fault(plan.plant)
     rows: list[Row] = []
@@ -184,7 +184,7 @@ def open_bench(plan: Plan, pool: Pool) -> Iterator[Bench]:
     """The plan's checkpoint and reference, to run layouts one by one; gone at the end of the block."""
     import torch
 
-    from grpo_recipes.proof.certify_reference import run_reference, write_checkpoint
+    from grpo_recipes.proof.certificate.reference import run_reference, write_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="certify-") as scratch:
         checkpoint = Path(scratch) / "model"
@@ -203,7 +203,7 @@ class Bench:
 
     def run(self, layout: Layout, plant: str | None = None) -> list[Row]:
         """Packed and unpacked, in that order."""
-        from grpo_recipes.proof.certify_worker import Job
+        from grpo_recipes.proof.certificate.worker import Job
 
         allowed = tolerances(self.plan.precision)
         job = Job(
@@ -229,7 +229,7 @@ class Bench:
 
 
 def _policy(plan: Plan, layout: Layout, checkpoint: Path) -> PolicyConfig:
-    from grpo_recipes.proof.certify_reference import LENGTHS, OPTIMIZER, TEMPERATURE
+    from grpo_recipes.proof.certificate.reference import LENGTHS, OPTIMIZER, TEMPERATURE
 
     megatron = {
         **plan.kept,

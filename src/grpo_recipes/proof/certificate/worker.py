@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_recipes.policy.contract import Batch, TrainStats, empty_batch
-from grpo_recipes.proof.certify_faults import planted
-from grpo_recipes.proof.certify_reference import LOSS, STEPS, TEMPERATURE, Reference
-from grpo_recipes.proof.certify_shares import microbatches
-from grpo_recipes.proof.certify_verdict import CUTS, Cut, Measured
+from grpo_recipes.proof.certificate.faults import planted
+from grpo_recipes.proof.certificate.reference import LOSS, STEPS, TEMPERATURE, Reference
+from grpo_recipes.proof.certificate.shares import microbatches
+from grpo_recipes.proof.certificate.verdict import CUTS, Cut, Measured
 from grpo_recipes.recipe.schema import PolicyConfig
 
 if TYPE_CHECKING:

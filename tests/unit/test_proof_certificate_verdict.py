@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from grpo_recipes.proof.certify import Certificate, make_plan
-from grpo_recipes.proof.certify_report import as_json, reasons, table, write_certificate
-from grpo_recipes.proof.certify_subject import subject_of
-from grpo_recipes.proof.certify_tolerances import FLOAT32
-from grpo_recipes.proof.certify_verdict import Measured, Row, failures, of_all_ranks
-from grpo_recipes.proof.certify_worker import differences_of_gradients, differences_of_weights
+from grpo_recipes.proof.certificate.certify import Certificate, make_plan
+from grpo_recipes.proof.certificate.report import as_json, reasons, table, write_certificate
+from grpo_recipes.proof.certificate.subject import subject_of
+from grpo_recipes.proof.certificate.tolerances import FLOAT32
+from grpo_recipes.proof.certificate.verdict import Measured, Row, failures, of_all_ranks
+from grpo_recipes.proof.certificate.worker import differences_of_gradients, differences_of_weights
 
 
 def measured(**changes) -> Measured:
