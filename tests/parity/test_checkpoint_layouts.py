@@ -115,7 +115,7 @@ def worker(rank: int, out: Path) -> None:
         init_method=f"file://{out / 'rendezvous'}",
         rank=rank,
         world_size=WORLD,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=180),
     )
     found = {
         (chain, link): run_link(out, chain, number)

@@ -47,7 +47,7 @@ def worker(rank: int, folder: Path, out: Path) -> None:
     import torch.distributed as dist
 
     dist.init_process_group(
-        "gloo", init_method=f"file://{out / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{out / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=180)
     )
     found = {name: gradients(folder, layout) for name, layout in LAYOUTS.items()}
     (out / f"found-{rank}.pkl").write_bytes(pickle.dumps(found))

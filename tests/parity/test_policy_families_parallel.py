@@ -65,7 +65,7 @@ def worker(rank: int, out: Path) -> None:
         init_method=f"file://{out / 'rendezvous'}",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=180),
     )
     found: dict = {"needs patch": {}}
     for name, (_, _, layout) in (CASES | WEIGHTS_ONLY).items():
