@@ -5,13 +5,12 @@ run on one process takes; taken again after loading again, it is the same bit fo
 what the checkpoint exports.
 """
 
-import pickle
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
+from gloo import on_processes
 from grpo_recipes.policy.hf.folder import export_model
 from grpo_recipes.policy.megatron.shards import STATES, SavedState
 from policy_models import policy_config, policy_gradient_loss, random_batch, write_model
@@ -107,30 +106,17 @@ def run_link(out: Path, chain: str, number: int) -> dict:
     return found
 
 
-def worker(rank: int, out: Path) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{out / 'rendezvous'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=180),
-    )
-    found = {
+def worker(rank: int, out: Path) -> dict:
+    return {
         (chain, link): run_link(out, chain, number)
         for chain, (*_, layouts) in CHAINS.items()
         for number, link in enumerate(layouts)
         if not link.startswith("one")
     }
-    (out / f"found-{rank}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    import torch.multiprocessing as mp
-
     out = tmp_path_factory.mktemp("chains")
     whole, ends = {}, {}
     for chain, (family, config, keys, layouts) in CHAINS.items():
@@ -138,8 +124,7 @@ def results(tmp_path_factory):
         policy = make(out / chain, keys)
         whole[chain] = {link: step(policy, n) for n, link in enumerate(layouts) if link not in CANNOT_RUN}
         ends[chain, "one"] = run_link(out, chain, 0)
-    mp.spawn(worker, (out,), nprocs=WORLD)
-    ranks = [pickle.loads((out / f"found-{rank}.pkl").read_bytes()) for rank in range(WORLD)]
+    ranks = on_processes(WORLD, worker, out, out)
     for chain, (*_, layouts) in CHAINS.items():
         ends[chain, "one again"] = run_link(out, chain, len(layouts) - 1)
     return out, whole, [{**rank, **ends} for rank in ranks]

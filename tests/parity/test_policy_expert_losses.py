@@ -1,13 +1,12 @@
 """Two gloo processes: the losses that experts add by themselves weigh the same under every layout as on one process, and
 so where gradients are reduced while others are still computed."""
 
-import pickle
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
+from gloo import on_processes
 from policy_models import policy_config, policy_gradient_loss, random_batch, write_model
 
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -43,27 +42,17 @@ def gradients(folder: Path, layout: dict) -> dict:
     return found
 
 
-def worker(rank: int, folder: Path, out: Path) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "gloo", init_method=f"file://{out / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=180)
-    )
-    found = {name: gradients(folder, layout) for name, layout in LAYOUTS.items()}
-    (out / f"found-{rank}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+def worker(rank: int, folder: Path) -> dict:
+    return {name: gradients(folder, layout) for name, layout in LAYOUTS.items()}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    import torch.multiprocessing as mp
-
     out = tmp_path_factory.mktemp("losses")
     folder = out / "model"
     write_model("qwen3_moe", folder, num_hidden_layers=4)
     one = gradients(folder, {})
-    mp.spawn(worker, (folder, out), nprocs=2)
-    return one, [pickle.loads((out / f"found-{rank}.pkl").read_bytes()) for rank in (0, 1)]
+    return one, on_processes(2, worker, out, folder)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

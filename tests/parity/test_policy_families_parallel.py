@@ -1,14 +1,13 @@
 """Two gloo processes: weights of every family into a parallel layout and out again, experts included; logprobs and
 gradients against transformers."""
 
-import pickle
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from gloo import on_processes
 from grpo_recipes.policy.contract import empty_batch
 from grpo_recipes.policy.megatron import cpu
 from policy_models import (
@@ -57,16 +56,7 @@ def make(folder: Path, layout: dict):
     return MegatronPolicy(policy_config(folder, megatron_cfg={"optimizer": {"lr": 1e-3}, **layout}), 0.8, 10, folder)
 
 
-def worker(rank: int, out: Path) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{out / 'rendezvous'}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=180),
-    )
+def worker(rank: int, out: Path) -> dict:
     found: dict = {"needs patch": {}}
     for name, (_, _, layout) in (CASES | WEIGHTS_ONLY).items():
         policy = make(out / name, layout)
@@ -88,21 +78,17 @@ def worker(rank: int, out: Path) -> None:
             except (AssertionError, RuntimeError, TypeError):
                 found["needs patch"][str(patch)] = True
         policy.close()
-    (out / f"found-{rank}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    import torch.multiprocessing as mp
-
     out = tmp_path_factory.mktemp("families")
     models = {
         name: write_model(family, out / name, max_shard_size="50KB", **config)
         for name, (family, config, _) in (CASES | WEIGHTS_ONLY).items()
     }
-    mp.spawn(worker, (out,), nprocs=2)
-    return models, [pickle.loads((out / f"found-{rank}.pkl").read_bytes()) for rank in (0, 1)], out
+    return models, on_processes(2, worker, out, out), out
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

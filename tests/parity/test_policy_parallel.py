@@ -1,12 +1,12 @@
 """Two gloo processes against transformers and against one process: tensor, pipeline and data parallelism, and
 checkpoints that go from one layout to another."""
 
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
+from gloo import on_processes
 from grpo_recipes.policy.contract import empty_batch
 from grpo_recipes.policy.megatron import cpu
 from policy_models import (
@@ -85,28 +85,21 @@ def trains_without(patch: cpu.Patch, folder: Path, rank: int) -> bool:
     return True
 
 
-def worker(rank: int, folder: Path, out: Path) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{out / 'rendezvous'}", rank=rank, world_size=2)
+def worker(rank: int, folder: Path, out: Path) -> dict:
     found = {layout: run(folder, out, layout, rank) for layout in LAYOUTS if layout != "one"}
     for source, layout in (("one", "tp2 sp"), ("tp2", "dp2"), ("dp2", "pp2"), ("pp2", "tp2")):
         found[source, layout] = resume(folder, out, source, layout, rank)
     found["without"] = {str(patch): trains_without(patch, folder, rank) for patch in PARALLEL_PATCHES}
-    (out / f"found-{rank}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def results(request, tmp_path_factory):
-    import torch.multiprocessing as mp
-
     out = tmp_path_factory.mktemp("parallel")
     folder = out / "llama"
     model = write_llama(folder, tie_word_embeddings=request.param)
     one = run(folder, out, "one", 0)
-    mp.spawn(worker, (folder, out), nprocs=2)
-    ranks = [pickle.loads((out / f"found-{rank}.pkl").read_bytes()) for rank in (0, 1)]
+    ranks = on_processes(2, worker, out, folder, out)
     ranks.append({("dp2", "one"): resume(folder, out, "dp2", "one", 0)})
     return model, one, ranks, out
 

@@ -1,14 +1,13 @@
 """Two gloo processes whose pipeline stages hold different numbers of layers, virtual stages included: against
 transformers, against one process, and checkpoints from one division into the next."""
 
-import pickle
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from gloo import on_processes
 from policy_models import (
     policy_config,
     policy_gradient_loss,
@@ -51,12 +50,7 @@ def microbatches(step: int) -> list:
     return [batch.select(part) for part in (range(0, 3), range(3, 5), range(5, 6), range(6, 11))]
 
 
-def worker(rank: int, folder: Path, out: Path) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "gloo", init_method=f"file://{out / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=180)
-    )
+def worker(rank: int, folder: Path, out: Path) -> dict:
     found: dict = {}
     before = None
     for name, (keys, _) in STAGES.items():
@@ -82,14 +76,11 @@ def worker(rank: int, folder: Path, out: Path) -> None:
         }
         before = saved
         policy.close()
-    (out / f"found-{rank}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    import torch.multiprocessing as mp
-
     out = tmp_path_factory.mktemp("stages")
     folder = out / "llama"
     model = write_llama(folder, num_hidden_layers=LAYERS, tie_word_embeddings=True)
@@ -97,8 +88,7 @@ def results(tmp_path_factory):
     one.train(microbatches(0), policy_gradient_loss)
     trained = weights_of(one)
     more = one.train(microbatches(1), policy_gradient_loss)
-    mp.spawn(worker, (folder, out), nprocs=2)
-    ranks = [pickle.loads((out / f"found-{rank}.pkl").read_bytes()) for rank in (0, 1)]
+    ranks = on_processes(2, worker, out, folder, out)
     return model, trained, more, ranks
 
 
