@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_recipes.policy.contract import Batch, LossInputs, LossOutputs
-from grpo_recipes.policy.hf.fused import published
 from grpo_recipes.recipe.schema import PolicyConfig
+from published_names import published
 
 VOCAB = 17
 LLAMA3_ROPE = {

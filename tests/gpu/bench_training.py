@@ -23,52 +23,19 @@ from grpo_recipes.policy.hf.folder import RandomTensors
 from grpo_recipes.policy.megatron import trainer
 from grpo_recipes.recipe.model_flops import model_shape, sequence_cost
 from grpo_recipes.recipe.schema import PolicyConfig
+from grpo_recipes.recipe.shrink import FAMILIES
 
-CONFIGS = {
-    "llama": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "rms_norm_eps": 1e-5,
-    },
+# What differs from recipe.shrink.FAMILIES, whose llama has these sizes already.
+SIZES = {
+    "llama": {},
     "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
         "hidden_size": 2048,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
         "head_dim": 128,
         "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "vocab_size": 151936,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
     },
-}
-COMMON = {
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
 }
 
 
@@ -127,7 +94,7 @@ def main() -> None:
     out, *pairs = sys.argv[1:]
     options = {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in pairs)}
     name = options.pop("model", "llama")
-    config = {**COMMON, **CONFIGS[name], "num_hidden_layers": options.pop("layers", 8)}
+    config = {**FAMILIES[name], **SIZES[name], "num_hidden_layers": options.pop("layers", 8)}
     if "experts" in options:
         config["num_experts"] = options.pop("experts")
     tokens, count = options.pop("tokens", 16384), options.pop("microbatches", 4)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.contract import empty_batch
 from grpo_recipes.policy.hf.folder import SafetensorsFolder
-from grpo_recipes.policy.hf.fused import published
 from grpo_recipes.policy.megatron.trainer import MegatronPolicy
 from grpo_recipes.policy.megatron.weights import whole_model_name
 from policy_models import (
@@ -25,6 +24,7 @@ from policy_models import (
     reference_outputs,
     write_model,
 )
+from published_names import published
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 MODELS = {

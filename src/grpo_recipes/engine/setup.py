@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +23,7 @@ from grpo_recipes.errors import UserError
 from grpo_recipes.policy.alignment import alignment_of
 from grpo_recipes.policy.contract import Loss
 from grpo_recipes.recipe.model_flops import model_shape, sequence_cost
-from grpo_recipes.recipe.model_folder import ModelFacts, check_model
+from grpo_recipes.recipe.model_folder import ModelFacts, check_model, read_json
 from grpo_recipes.recipe.schema import PolicyConfig, Recipe
 from grpo_recipes.runs.files import folder_sha256
 
@@ -133,15 +132,16 @@ def make_worker(
         take_weights=copy.take if copy else None,
         device=placement.device,
     )
-    sampler.update_weights(trainer.weight_plan(), trainer.weight_buckets(), version=0)
-    return Worker(trainer, sampler, "copy" if copy else "shared")
+    worker = Worker(trainer, sampler, "copy" if copy else "shared")
+    worker.refit(0)
+    return worker
 
 
 def make_strategies(policy: PolicyConfig, model_folder: Path) -> tuple[Strategy, Strategy]:
     """Which sequences run together in training, and in logprob passes."""
     cfg, packing, dynamic = policy.megatron_cfg, policy.sequence_packing, policy.dynamic_batching
     align = alignment_of(cfg)
-    shape = model_shape(json.loads((model_folder / "config.json").read_text(encoding="utf-8")))
+    shape = model_shape(read_json(model_folder / "config.json"))
     cost = partial(sequence_cost, shape=shape)
 
     def strategy(sequences: int, packed_tokens: int | None, dynamic_tokens: int | None) -> Strategy:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from grpo_recipes.recipe.megatron import given_fields
+
 if TYPE_CHECKING:
     from grpo_recipes.recipe.schema import MegatronConfig
 
@@ -43,7 +45,7 @@ def alignment(
 def alignment_of(cfg: MegatronConfig) -> Alignment:
     """As `alignment`, of a recipe's policy.megatron_cfg. TransformerEngine's 8-bit products take dimensions that are
     multiples of 16; those whose scales stand for blocks of numbers (mxfp8 and the 4-bit formats), of 32."""
-    extras = cfg.model_extra or {}
+    extras = given_fields(cfg)
     blocks = extras.get("fp4") or (extras.get("fp8") and extras.get("fp8_recipe") == "mxfp8")
     return alignment(
         cfg.tensor_model_parallel_size,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_recipes.recipe.architecture import head_width, number_of_experts
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -32,7 +34,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         KeyError: it lacks one of the sizes.
     """
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    experts = number_of_experts(config)
     dense = set(config.get("mlp_only_layers") or ())
     every = config.get("decoder_sparse_step") or 1
     expert_layers = sum(1 for i in range(layers) if experts and i not in dense and (i + 1) % every == 0)
@@ -41,7 +43,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         layers=layers,
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
+        head_dim=head_width(config),
         ffn=config["intermediate_size"],
         vocab=config["vocab_size"],
         experts=experts,

@@ -131,7 +131,7 @@ def stop_token_ids(folder: Path, tokenizer_folder: Path, given: tuple[int, ...] 
     """
     if given:
         return given
-    token = _json(tokenizer_folder / "tokenizer_config.json", optional=True).get("eos_token")
+    token = read_json(tokenizer_folder / "tokenizer_config.json", optional=True).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     if token is not None:
         ids = _token_ids(tokenizer_folder)
@@ -143,7 +143,7 @@ def stop_token_ids(folder: Path, tokenizer_folder: Path, given: tuple[int, ...] 
             )
         return (ids[token],)
     for file in ("generation_config.json", "config.json"):
-        eos = _json(folder / file, optional=True).get("eos_token_id")
+        eos = read_json(folder / file, optional=True).get("eos_token_id")
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (eos,)
     raise UserError(
@@ -154,7 +154,7 @@ def stop_token_ids(folder: Path, tokenizer_folder: Path, given: tuple[int, ...] 
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     check_architecture(config, str(folder / "config.json"))
     return config
 
@@ -162,7 +162,7 @@ def _config(folder: Path) -> dict[str, Any]:
 def _refuse_own_code(folder: Path, config: dict[str, Any], trusted: bool) -> None:
     for name, data in (
         ("config.json", config),
-        ("tokenizer_config.json", _json(folder / "tokenizer_config.json", optional=True)),
+        ("tokenizer_config.json", read_json(folder / "tokenizer_config.json", optional=True)),
     ):
         if "auto_map" in data and not trusted:
             raise UserError(
@@ -202,7 +202,7 @@ def _check_weights(folder: Path, config: dict[str, Any]) -> None:
 def _weight_files(folder: Path) -> dict[Path, set[str]]:
     """Each safetensors file with the tensors that the index, if there is one, places in it."""
     if (folder / _INDEX).is_file():
-        weight_map = _json(folder / _INDEX).get("weight_map")
+        weight_map = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError("has no weight_map", where=str(folder / _INDEX), mend="fetch it again")
         files: dict[Path, set[str]] = {}
@@ -227,7 +227,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
 def _token_ids(folder: Path) -> dict[str, int]:
     """Every token of tokenizer.json with its id."""
     path = folder / "tokenizer.json"
-    data = _json(path)
+    data = read_json(path)
     try:
         vocab = data["model"]["vocab"]
         if isinstance(vocab, list):  # Unigram: [token, score] in the order of the ids
@@ -249,7 +249,12 @@ def _number(config: dict[str, Any], key: str, folder: Path) -> int:
     return value
 
 
-def _json(path: Path, optional: bool = False) -> dict[str, Any]:
+def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    """A JSON object of a model's folder; an empty one where an optional file is missing.
+
+    Raises:
+        UserError: it is missing, or not a JSON object.
+    """
     if not path.is_file():
         if optional:
             return {}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_recipes.errors import UserError
+from grpo_recipes.recipe.model_folder import read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,7 +49,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedC
     """Raises UserError for a missing or broken folder, and for one that wants its own code run."""
     from transformers import AutoConfig
 
-    raw = read_config_json(folder)
+    raw = read_json(folder / "config.json")
     if "auto_map" in raw and not trust_remote_code:
         raise UserError(
             "the model wants code of its own folder to run",
@@ -59,16 +60,6 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedC
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"transformers cannot read it: {error}", where=str(folder / "config.json")) from error
-
-
-def read_config_json(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError("no config.json here", where=str(folder), mend="give the folder of a Hugging Face model")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"not JSON: {error}", where=str(path)) from error
 
 
 class SafetensorsFolder:
@@ -204,7 +195,7 @@ def export_model(
     """
     if trained_from_source:
         published = SafetensorsFolder(source)
-        FolderWriter(target).write(_as_published(tensors, published, read_config_json(source)))
+        FolderWriter(target).write(_as_published(tensors, published, read_json(source / "config.json")))
         write_companions(source, target)
     else:
         FolderWriter(target).write(tensors)
@@ -225,7 +216,7 @@ def _as_published(
 
 def write_companions(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """config.json, with another dtype if one is given; tokenizer and generation files unchanged."""
-    config = read_config_json(source)
+    config = read_json(source / "config.json")
     config.pop("quantization_config", None)
     if dtype is not None:
         config.pop("torch_dtype", None)

@@ -108,7 +108,7 @@ def build(kind: type, values: Mapping[str, Any], section: str, given: Collection
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     try:
         return kind(**{name: _as_typed(value, types[name]) for name, value in values.items()})
-    except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:  # Megatron's own checks
+    except (AssertionError, ValueError, RuntimeError) as error:  # Megatron's own checks
         words = set(re.findall(r"\w+", str(error)))
         settings = [name for name in values if name in given]
         concerned = [name for name in settings if name in words] or settings

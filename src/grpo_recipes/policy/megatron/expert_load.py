@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class ExpertLoad:
-    """Counts, from now on, the tokens that each expert of this rank's layers is chosen for.
+    """Counts, from now on, the tokens of training passes that each expert of this rank's layers is chosen for.
 
     Recomputed layers count twice and, without sequence parallelism, every tensor-parallel rank counts the same tokens:
     shares come out the same.
@@ -29,7 +29,9 @@ class ExpertLoad:
                         module.register_forward_hook(self._count(layer.layer_number - 1))
 
     def _count(self, layer: int) -> Any:
-        def hook(_module: torch.nn.Module, _inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
+        def hook(module: torch.nn.Module, _inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
+            if not module.training:
+                return
             _, chosen = outputs  # bool [tokens, experts]
             self._counts[layer] += chosen.detach().sum(0)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -32,4 +33,7 @@ def set_aux_loss_scale(config: TransformerConfig, tokens: int) -> None:
     context-parallel ranks: the balancing loss depends on the cut as far as the microbatches' loads differ.
     """
     scale = torch.tensor([1.0 / tokens])
+    # Megatron adds each such loss up by layer in one object of the process, made for the first model that trains in it:
+    # nobody reads the sums, and a deeper model would not fit.
+    destroy_moe_metrics_tracker()
     config.moe_grad_scale_func = lambda: scale

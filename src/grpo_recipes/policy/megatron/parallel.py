@@ -13,6 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.context_parallel import ContextShard
 from grpo_recipes.policy.contract import Replica
+from grpo_recipes.recipe.megatron import given_fields
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -35,9 +36,7 @@ def initialize(megatron: MegatronConfig, seed: int) -> None:
     widths = {
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": (megatron.model_extra or {}).get(
-            "virtual_pipeline_model_parallel_size"
-        ),
+        "virtual_pipeline_model_parallel_size": given_fields(megatron).get("virtual_pipeline_model_parallel_size"),
         "context_parallel_size": megatron.context_parallel_size,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,

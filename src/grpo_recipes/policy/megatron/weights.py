@@ -77,8 +77,6 @@ class WeightMap:
         self.tied = hf.tie_word_embeddings
         self.heads = Heads(config.num_attention_heads, config.num_query_groups, config.kv_channels)
         self.vocab_size, self.dtype = built.vocab_size, config.params_dtype
-        self.tp = config.tensor_model_parallel_size
-        self.num_layers = config.num_layers
         self.device = next(built.chunks[0].parameters()).device
         experts = config.num_moe_experts or 0
         self.rules = list(all_rules(family, config.num_layers, experts, self.tied))

@@ -17,6 +17,7 @@ from grpo_recipes.policy.hf.folder import read_config
 from grpo_recipes.policy.megatron.decode import Decoder
 from grpo_recipes.policy.megatron.model import build_model
 from grpo_recipes.policy.megatron.weights import WeightMap
+from grpo_recipes.recipe.megatron import given_fields
 
 if TYPE_CHECKING:
     from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
@@ -79,7 +80,7 @@ class WholeModel:
 
 def needs_copy(megatron: MegatronConfig) -> bool:
     """Whether a rank of the trainer holds, or computes, less than the whole model, or in fewer bits than a sampler can."""
-    given = megatron.model_extra or {}
+    given = given_fields(megatron)
     return any(getattr(megatron, size) > 1 for size in (*SIZES, "expert_tensor_parallel_size")) or any(
         given.get(name) for name in LOW_PRECISION
     )

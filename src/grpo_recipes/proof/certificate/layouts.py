@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_recipes.errors import UserError
 from grpo_recipes.recipe.architecture import number_of_experts
+from grpo_recipes.recipe.megatron import given_fields
 from grpo_recipes.recipe.schema import MegatronConfig
 
 NOTATION = "tpN ppN vppN cpN epN etpN dpN sp, joined by dots, such as tp2.pp2.sp; one for a single process"
@@ -120,7 +121,7 @@ def recipes_own(megatron: MegatronConfig, replicated: bool) -> Layout:
     tp, cp = two(megatron.tensor_model_parallel_size), two(megatron.context_parallel_size)
     ep, etp = two(megatron.expert_model_parallel_size), two(megatron.expert_tensor_parallel_size)
     pp = two(megatron.pipeline_model_parallel_size)
-    vpp = two((megatron.model_extra or {}).get("virtual_pipeline_model_parallel_size") or 1)
+    vpp = two(given_fields(megatron).get("virtual_pipeline_model_parallel_size") or 1)
     dp = max(2 if replicated else 1, _least_dp({"tp": tp, "cp": cp, "ep": ep, "etp": etp}))
     return Layout(tp, pp, vpp if pp > 1 else 1, cp, ep, etp, dp, megatron.sequence_parallel and tp > 1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 from grpo_recipes.errors import UserError
 from grpo_recipes.proof.certificate.layouts import Layout, recipes_own
 from grpo_recipes.recipe.layout import devices
+from grpo_recipes.recipe.model_folder import model_path, read_json
 from grpo_recipes.recipe.schema import MegatronConfig, PolicyConfig
 from grpo_recipes.recipe.shrink import FAMILIES
 
@@ -106,8 +106,6 @@ def _of_recipe(name: str, overrides: Sequence[str]) -> Subject:
 
 
 def _folder(policy: PolicyConfig) -> Path:
-    from grpo_recipes.recipe.model_folder import model_path
-
     try:
         return model_path(policy.model_name, policy.model_revision)
     except UserError as error:
@@ -121,12 +119,4 @@ def _folder(policy: PolicyConfig) -> Path:
 
 def _config(folder: Path) -> tuple[dict[str, Any], str]:
     path = folder / "config.json"
-    if not path.is_file():
-        raise UserError("no config.json here", where=str(folder), mend="give the folder of a Hugging Face model")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"not JSON: {error}", where=str(path), mend="correct it") from error
-    if not isinstance(config, dict):
-        raise UserError("not a JSON object", where=str(path), mend="give the config.json of a Hugging Face model")
-    return config, str(path)
+    return read_json(path), str(path)
