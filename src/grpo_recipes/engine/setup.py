@@ -13,10 +13,11 @@ from grpo_recipes.cluster.world import find_world, start_workers
 from grpo_recipes.data.dataset import Dataset, load_datasets
 from grpo_recipes.data.prompts import encode_dataset, encode_text
 from grpo_recipes.data.tokenizer import chat_template_digest, load_tokenizer, tokenizer_digest
+from grpo_recipes.engine.generators import check_generator, open_generator
 from grpo_recipes.engine.losses import cross_entropy_loss, policy_loss
 from grpo_recipes.engine.packing import Counted, Packed, Similar, Strategy
 from grpo_recipes.engine.parts import Parts, Prompts
-from grpo_recipes.engine.policy_group import EmbeddedGenerator, PolicyGroup
+from grpo_recipes.engine.policy_group import PolicyGroup
 from grpo_recipes.engine.worker import Worker
 from grpo_recipes.environments.factory import make_environment
 from grpo_recipes.errors import UserError
@@ -40,6 +41,8 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
     """
     world = find_world(recipe.cluster)
     facts = check_model(recipe.policy)
+    on_gpu = world.device == "cuda"
+    check_generator(recipe, facts.folder, on_gpu=on_gpu)
     environment = make_environment(recipe.env, recipe.data)  # first: its processes start while the rest is loaded
     try:
         tokenizer = load_tokenizer(facts.tokenizer_folder, recipe.policy.trust_remote_code)
@@ -59,8 +62,10 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
             needs_reference=recipe.loss_fn.reference_policy_kl_penalty > 0,
             seed=recipe.plan.seed,
         )
-        with start_workers(factory, world, recipe.cluster.cpu_threads) as workers:
-            generator = EmbeddedGenerator(workers)
+        with (
+            start_workers(factory, world, recipe.cluster.cpu_threads) as workers,
+            open_generator(recipe, workers, facts.folder, on_gpu=on_gpu) as (generator, refit),
+        ):
             train_strategy, logprob_strategy = make_strategies(policy, facts.folder)
             group = PolicyGroup(workers, train_strategy=train_strategy, logprob_strategy=logprob_strategy)
             parts = Parts(
@@ -73,7 +78,7 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
                 generator=generator,
                 policy=group,
                 loss=make_loss(recipe),
-                refit=generator.refit,
+                refit=refit,
                 check_stop=check_stop,
             )
             yield parts, last, input_digests(facts, tokenizer, train_rows, validation_rows)
@@ -124,6 +129,8 @@ def make_worker(
         needs_reference=needs_reference,
         seed=seed,
     )
+    if policy.generation.backend == "vllm":
+        return Worker(trainer, None, "vllm")
     copy = WholeModel(policy, model_folder) if needs_copy(policy.megatron_cfg) else None
     sampler = MegatronSampler(
         copy.decoder if copy else trainer.decoder,

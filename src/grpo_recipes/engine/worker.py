@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_recipes.engine.packing import Microbatches
 from grpo_recipes.engine.phases import peak_memory, reset_peak_memory
 from grpo_recipes.generation.contract import Completion, Request, Sampler
+from grpo_recipes.generation.sync.safetensors_folder import write_folder
 from grpo_recipes.policy.contract import Batch, Loss, Policy, Replica, TrainStats, empty_batch
 
 
@@ -20,12 +22,15 @@ class Worker:
     """Driven by calls from the driver, the same on every rank. The logprobs of a batch stay here.
 
     Args:
-        sampler_weights: "shared" with the trainer's model, or those of a "copy"; for the manifest.
+        sampler: the embedded one; None where sampling is another process's.
+        sampler_weights: "shared" with the trainer's model, or those of a "copy", or with "vllm"; for the manifest.
     """
 
-    def __init__(self, policy: Policy, sampler: Sampler, sampler_weights: Literal["shared", "copy"]) -> None:
+    def __init__(
+        self, policy: Policy, sampler: Sampler | None, sampler_weights: Literal["shared", "copy", "vllm"]
+    ) -> None:
         self.policy = policy
-        self.sampler, self.sampler_weights = sampler, sampler_weights
+        self._sampler, self.sampler_weights = sampler, sampler_weights
 
     # -- training -----------------------------------------------------------------------------------------------
     def replica(self) -> Replica:
@@ -61,6 +66,16 @@ class Worker:
         return torch.cat([per_sequence.get(s, torch.zeros(lengths[s])) for s in range(len(lengths))])
 
     # -- generation ----------------------------------------------------------------------------------------------
+    @property
+    def sampler(self) -> Sampler:
+        assert self._sampler is not None, "this worker only trains"
+        return self._sampler
+
+    def write_weights(self, folder: Path) -> int:
+        """Every rank takes part; the first writes. Returns the bytes this rank wrote."""
+        writes = not dist.is_initialized() or dist.get_rank() == 0
+        return write_folder(folder, self.policy.weight_plan(), self.policy.weight_buckets(), writes=writes)
+
     def submit(self, requests: Sequence[Request]) -> None:
         self.sampler.submit(requests)
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.recipe.field_types import type_problems
 from grpo_recipes.recipe.megatron_limits import DERIVED, FIXED, OTHER_NAMES, REFUSED
 from grpo_recipes.recipe.problems import Problem, nearest
 from grpo_recipes.recipe.schema import MegatronConfig
@@ -45,7 +45,6 @@ _STYLES = {
     "lr_wsd_decay_style": ("linear", "cosine", "exponential", "minus_sqrt"),
     "weight_decay_incr_style": ("constant", "linear", "cosine"),
 }
-_DTYPES = ("float32", "bfloat16", "float16", "uint8")
 
 
 @cache
@@ -123,7 +122,7 @@ def _section(where: str, class_name: str, given: Mapping[str, Any], own: tuple[s
             if not is_default(class_name, key, value):
                 yield Problem(path, f"cannot be {json.dumps(value)}: {refused[key]}", "remove it")
         else:
-            yield from _type(path, value, known[key]["accepts"], known[key]["choices"])
+            yield from type_problems(path, value, known[key]["accepts"], known[key]["choices"])
 
 
 def _lost(key: str, class_name: str) -> str:
@@ -137,34 +136,15 @@ def _lost(key: str, class_name: str) -> str:
     return f"did you mean {' or '.join(homes)}?" if homes else "remove it"
 
 
-def _type(path: str, value: Any, accepts: list[str], choices: list[Any] | tuple[str, ...] | None) -> Iterator[Problem]:
-    kind = {bool: "bool", int: "int", float: "float", str: "str", list: "list", type(None): "null"}.get(
-        type(value), "mapping"
-    )
-    fits = kind in accepts or (kind == "int" and "float" in accepts) or (kind == "str" and "dtype" in accepts)
-    if not fits:
-        yield Problem(path, f"should be {' or '.join(accepts)}, is {value!r}", "correct it")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield Problem(path, f"should be finite, is {value!r}", "correct it")
-    elif kind == "str" and "str" not in accepts and value not in _DTYPES:
-        yield Problem(path, f"should name a torch dtype ({', '.join(_DTYPES)}), is {value!r}", _closest(value, _DTYPES))
-    elif choices and kind in ("str", "int") and value not in choices:
-        listed = ", ".join(str(choice) for choice in choices)
-        yield Problem(path, f"should be one of {listed}, is {value!r}", _closest(value, [str(c) for c in choices]))
-
-
-def _closest(value: Any, choices: list[str] | tuple[str, ...]) -> str:
-    close = nearest(str(value), choices)
-    return f"did you mean {close[0]}?" if close else "choose one of them"
-
-
 def _scheduler_keys(where: str, given: Mapping[str, Any]) -> Iterator[Problem]:
     known = fields()["OptimizerParamScheduler"]
     for key, value in given.items():
         if key == "lr_decay_iters" and value is None:  # the length of the run
             continue
         if key in SCHEDULER_ARGUMENTS:
-            yield from _type(f"{where}.{key}", value, known[SCHEDULER_ARGUMENTS[key]]["accepts"], _STYLES.get(key))
+            yield from type_problems(
+                f"{where}.{key}", value, known[SCHEDULER_ARGUMENTS[key]]["accepts"], _STYLES.get(key)
+            )
             continue
         renamed = [name for name, argument in SCHEDULER_ARGUMENTS.items() if argument == key]
         close = renamed or nearest(key, SCHEDULER_ARGUMENTS)

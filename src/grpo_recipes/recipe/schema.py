@@ -113,13 +113,14 @@ class MegatronConfig(BaseModel):
 
 
 class GenerationConfig(Section):
-    backend: Literal["megatron"] = "megatron"
+    backend: Literal["megatron", "vllm"] = "megatron"  # the embedded sampler, or an engine in a process of its own
     max_new_tokens: PositiveInt
     temperature: PositiveFloat = 1.0
     stop_token_ids: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = (
         None  # default: the tokenizer's end of sequence
     )
-    max_batch_size: PositiveInt = 512  # sequences the embedded sampler decodes at once
+    max_batch_size: PositiveInt = 512  # sequences decoded at once
+    vllm_cfg: dict[str, Any] = Field(default_factory=dict)  # arguments of vLLM's engine (recipe/vllm.py)
 
 
 class PolicyConfig(Section):

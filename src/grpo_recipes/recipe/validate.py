@@ -16,6 +16,7 @@ from grpo_recipes.recipe.megatron_combinations import setting_problems
 from grpo_recipes.recipe.problems import Problem, nearest, raise_problems
 from grpo_recipes.recipe.schema import MegatronConfig, Recipe
 from grpo_recipes.recipe.schema_tree import all_keys, section_at
+from grpo_recipes.recipe.vllm import vllm_problems
 
 
 def validate(values: Mapping[str, Any], origins: Mapping[str, str], subject: str) -> Recipe:
@@ -31,7 +32,8 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str], subject: str
         raise_problems([*problems, *_megatron_alone(values)], subject)
         raise
     fields = megatron_problems(recipe.policy.megatron_cfg)
-    raise_problems([*fields, *([] if fields else _combinations(recipe)), *recipe_problems(recipe)], subject)
+    combinations = [] if fields else _combinations(recipe)
+    raise_problems([*fields, *combinations, *vllm_problems(recipe.policy), *recipe_problems(recipe)], subject)
     return recipe
 
 

@@ -8,23 +8,20 @@ Recipes are checked against that file, so that a check needs neither torch nor M
 from __future__ import annotations
 
 import dataclasses
-import enum
 import inspect
 import json
-import types
 from importlib.metadata import version
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
+from grpo_recipes.recipe.field_types import entry
 from grpo_recipes.recipe.megatron import FIELDS_FILE
 
 CLASSES = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-_PLAIN = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", list: "list", tuple: "list"}
 
 
 def snapshot() -> dict[str, Any]:
@@ -45,49 +42,12 @@ def _dataclass_fields(cls: type) -> dict[str, Any]:
         return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
     fields = [field for field in dataclasses.fields(cls) if field.init and not field.name.startswith("_")]
-    return {field.name: _entry(field.type, default(field)) for field in fields}
+    return {field.name: entry(field.type, default(field)) for field in fields}
 
 
 def _arguments(function: Any) -> dict[str, Any]:
     parameters = list(inspect.signature(function).parameters.values())[2:]  # without self and optimizer
-    return {p.name: _entry(p.annotation, p.default) for p in parameters}
-
-
-def _entry(annotation: Any, default: Any) -> dict[str, Any]:
-    choices = sorted(_choices(annotation), key=str)
-    accepts = sorted(_accepts(annotation) | ({"null"} if default is None else set()))
-    required = default in (dataclasses.MISSING, inspect.Parameter.empty)
-    shown = "required" if required else f"function {default.__name__}" if callable(default) else repr(default)
-    return {"type": _type_name(annotation), "default": shown, "accepts": accepts, "choices": choices or None}
-
-
-def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
-
-
-def _accepts(annotation: Any) -> set[str]:
-    origin = get_origin(annotation)
-    if annotation in _PLAIN or origin in (list, tuple):
-        return {_PLAIN[origin or annotation]}
-    if annotation is torch.dtype:
-        return {"dtype"}
-    if origin is Literal:
-        return {_PLAIN[type(choice)] for choice in get_args(annotation)}
-    if origin in (Union, types.UnionType):
-        return set().union(*(_accepts(member) for member in get_args(annotation)))
-    return {"str"} if isinstance(annotation, type) and issubclass(annotation, enum.Enum) else set()
-
-
-def _choices(annotation: Any) -> set[Any]:
-    """Empty where any text of a union is admissible."""
-    origin = get_origin(annotation)
-    if origin is Literal:
-        return set(get_args(annotation))
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return set(annotation.__members__)
-    if origin in (Union, types.UnionType) and str not in get_args(annotation):
-        return set().union(*(_choices(member) for member in get_args(annotation)))
-    return set()
+    return {p.name: entry(p.annotation, p.default) for p in parameters}
 
 
 def main() -> None:

@@ -1,0 +1,212 @@
+"""The vLLM generator as the driver sees it: the Generator contract over a pipe to the engine's process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+
+from grpo_recipes.generation.contract import Completion, Request
+from grpo_recipes.generation.sync.safetensors_folder import RefitError, write_folder
+from grpo_recipes.generation.vllm.engine_process import main
+from grpo_recipes.generation.vllm.messages import Call, EngineSetup, Failed, Finished, Reply, Submit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpo_recipes.policy.contract import WeightSpec
+
+START = 0  # number of the reply that says the engine is up
+EXIT_S = 5.0
+
+
+class EngineDied(RuntimeError):
+    """The engine's process, or one of vLLM's below it, is gone."""
+
+
+class VllmGenerator:
+    """One vLLM engine in a process of its own, which ends with this one. Also a Sampler: it can be handed weights.
+
+    Args:
+        setup: see generation.vllm.arguments.engine_setup.
+        max_positions: most tokens of a sequence, prompt and completion together.
+        time_limit_s: longest that the start, or a call, may take.
+
+    Raises:
+        EngineDied: the engine did not start, with its traceback.
+    """
+
+    def __init__(self, setup: EngineSetup, *, max_positions: int, time_limit_s: float = 1800.0) -> None:
+        self._max_positions, self._time_limit_s = max_positions, time_limit_s
+        self._outstanding: set[int] = set()
+        self._finished: deque[Completion] = deque()
+        self._paused, self._number, self._ended = False, START, ""
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        # Not daemonic: a daemon may have no children, and vLLM's engine starts some.
+        self._process = spawn.Process(target=main, args=(theirs, setup), name="vllm")
+        self._process.start()
+        theirs.close()
+        atexit.register(self.close)  # before multiprocessing's own, which would wait for the process
+        self._await_reply()
+
+    # -- the Sampler contract ----------------------------------------------------------------------------------
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests.
+
+        Raises:
+            ValueError: a request id that is outstanding already, or a request that cannot be served.
+        """
+        ids = {request.request_id for request in requests}
+        if len(ids) < len(requests) or ids & self._outstanding:
+            raise ValueError("request ids must differ from one another and from those outstanding")
+        for request in requests:
+            longest = len(request.prompt_ids) + request.sampling.max_new_tokens
+            if not request.prompt_ids or request.sampling.max_new_tokens < 1 or longest > self._max_positions:
+                raise ValueError(
+                    f"request {request.request_id}: {len(request.prompt_ids)} prompt tokens and "
+                    f"{request.sampling.max_new_tokens} new ones; a sequence has at most {self._max_positions}"
+                )
+        self._send(Submit(list(requests)))
+        self._outstanding |= ids
+
+    def completions(self) -> Iterator[Completion]:
+        while True:
+            while self._finished:
+                completion = self._finished.popleft()
+                self._outstanding.remove(completion.request_id)
+                yield completion
+            if self._paused or not self._outstanding:
+                return
+            self._receive(None)
+
+    def pause(self) -> None:
+        self._call("pause")
+        self._paused = True
+
+    def resume(self, version: int) -> None:
+        self._call("resume", version)
+        self._paused = False
+
+    def sleep(self) -> None:
+        self._call("sleep")
+
+    def wake(self) -> None:
+        self._call("wake")
+
+    def update_weights(self, plan: Sequence[WeightSpec], buckets: Iterator[dict[str, Tensor]], version: int) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="refit_"))
+        try:
+            write_folder(folder, plan, buckets)
+            self.load_folder(folder, version)
+        finally:
+            shutil.rmtree(folder)
+
+    def load_folder(self, folder: Path, version: int) -> None:
+        """Take the weights that `write_folder` left there, forget every cached prefix, and take `version`.
+
+        Raises:
+            RefitError: the weights are not what the plan says, or vLLM could not load them; with the reason.
+        """
+        try:
+            self._call("load_folder", folder, version)
+        except CallFailed as error:
+            raise RefitError(f"weights of version {version} did not reach vLLM:\n{error}") from None
+
+    # -- the process -------------------------------------------------------------------------------------------
+    def _call(self, method: str, *arguments: Any) -> Any:
+        self._number += 1
+        self._send(Call(self._number, method, arguments))
+        return self._await_reply()
+
+    def _await_reply(self) -> Any:
+        deadline = time.monotonic() + self._time_limit_s
+        while True:
+            reply = self._receive(max(0.0, deadline - time.monotonic()))
+            if reply is None or reply.number != self._number:  # the latter: to a call that was interrupted here
+                continue
+            if reply.error:
+                raise CallFailed(reply.error)
+            return reply.value
+
+    def _send(self, message: Submit | Call) -> None:
+        if self._ended:
+            raise EngineDied(self._ended)
+        try:
+            self._pipe.send(message)
+        except OSError:  # closed at the other end; why, it may have said
+            self._receive(EXIT_S)
+            self._die("its process ended")
+
+    def _receive(self, seconds: float | None) -> Reply | None:
+        """One message; completions are put aside. Raises EngineDied."""
+        if self._ended:
+            raise EngineDied(self._ended)
+        ready = wait([self._pipe, self._process.sentinel], seconds)
+        if not ready:
+            self._die(f"no answer within {self._time_limit_s:.0f} s")
+        if self._pipe not in ready:
+            self._die(f"its process ended with exit code {self._process.exitcode}")
+        try:
+            message = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(EXIT_S)
+            self._die(f"its process ended with exit code {self._process.exitcode}")
+        if isinstance(message, Failed):
+            self._die(f"it failed:\n{message.error}")
+        if isinstance(message, Reply):
+            return message
+        self._finished.append(completion_of(message))
+        return None
+
+    def _die(self, reason: str) -> NoReturn:
+        lost = f"; {len(self._outstanding)} requests are lost" if self._outstanding else ""
+        self._ended = f"the vLLM engine is gone{lost}: {reason}"
+        self._end()
+        raise EngineDied(self._ended)
+
+    def close(self) -> None:
+        """End the engine's processes. May be called twice."""
+        if not self._ended:
+            self._ended = "the vLLM engine was closed"
+            self._end()
+
+    def _end(self) -> None:
+        atexit.unregister(self.close)
+        self._pipe.close()
+        with contextlib.suppress(ProcessLookupError):  # before it had a group of its own, or all are gone
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join(EXIT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class CallFailed(RuntimeError):
+    """A call raised in the engine's process; its traceback. The engine goes on."""
+
+
+def completion_of(message: Finished) -> Completion:
+    return Completion(
+        request_id=message.request_id,
+        token_ids=torch.tensor(message.token_ids, dtype=torch.int64),
+        logprobs=torch.tensor(message.logprobs, dtype=torch.float32),
+        weight_versions=torch.tensor(message.weight_versions, dtype=torch.int32),
+        finish_reason=message.finish_reason,
+    )

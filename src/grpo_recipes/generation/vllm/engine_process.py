@@ -1,0 +1,155 @@
+"""The process of a vLLM engine: its asynchronous engine, driven by messages over a pipe.
+
+vLLM starts processes of its own below this one. All are one process group, so that they end together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import traceback
+from multiprocessing import connection as mp_connection
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_recipes.generation.contract import Request
+from grpo_recipes.generation.sync.safetensors_folder import check_folder
+from grpo_recipes.generation.vllm.messages import Call, EngineSetup, Failed, Finished, Reply, Submit
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+PARENT_POLL_S = 1.0
+
+
+def main(pipe: Connection, setup: EngineSetup) -> None:
+    os.setsid()  # the driver can end the whole group, and Ctrl-C reaches only the driver
+    threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
+    os.environ.update(setup.environment)
+    try:
+        asyncio.run(_serve(pipe, setup))
+    except BaseException as error:  # whatever it is, the driver must hear of it
+        pipe.send(Failed("".join(traceback.format_exception(error))))
+    finally:
+        pipe.close()
+        os.killpg(0, signal.SIGKILL)  # vLLM's processes too, whatever state they are in
+
+
+def _follow_parent(parent_pid: int) -> None:
+    parent = parent_process()
+    assert parent is not None
+    while not mp_connection.wait([parent.sentinel], PARENT_POLL_S) and os.getppid() == parent_pid:
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+async def _serve(pipe: Connection, setup: EngineSetup) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**setup.arguments))
+    session = Session(engine, pipe)
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    # A daemon, not an executor of the loop: the end of the loop would wait for its read.
+    threading.Thread(target=_read, args=(pipe, loop, inbox), daemon=True).start()
+    pipe.send(Reply(0))
+    async with asyncio.TaskGroup() as tasks:  # an error in one request ends all
+        while (message := await inbox.get()) is not None:
+            if isinstance(message, Submit):
+                for request in message.requests:
+                    tasks.create_task(session.draw(request))
+            else:
+                await session.answer(message)
+        raise asyncio.CancelledError  # closed: what is still being drawn has no reader
+
+
+def _read(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any]) -> None:
+    """Hand each message to the loop; None once the driver has closed the pipe."""
+    while True:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            message = None
+        loop.call_soon_threadsafe(inbox.put_nowait, message)
+        if message is None:
+            return
+
+
+class Session:
+    """What the driver may ask of the engine. `version` is that of the weights the next token is drawn by."""
+
+    def __init__(self, engine: AsyncLLM, pipe: Connection) -> None:
+        self.engine, self.pipe = engine, pipe
+        self.version, self.paused = 0, False
+
+    async def answer(self, call: Call) -> None:
+        try:
+            value = await getattr(self, call.method)(*call.arguments)
+        except Exception as error:  # the driver's to see
+            self.pipe.send(Reply(call.number, error="".join(traceback.format_exception(error))))
+        else:
+            self.pipe.send(Reply(call.number, value))
+
+    async def draw(self, request: Request) -> None:
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        reason: Any = None
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        async for output in self.engine.generate(prompt, sampling_params(request), str(request.request_id)):
+            [part] = output.outputs
+            token_ids += part.token_ids
+            logprobs += [at[token].logprob for token, at in zip(part.token_ids, part.logprobs, strict=True)]
+            versions += [self.version] * len(part.token_ids)
+            reason = part.finish_reason or reason
+        self.pipe.send(Finished(request.request_id, token_ids, logprobs, versions, reason))
+
+    async def pause(self) -> None:
+        self.paused = True
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self, version: int) -> None:
+        self.paused, self.version = False, version
+        await self.engine.resume_generation()
+
+    async def sleep(self) -> None:
+        await self.engine.sleep(level=1, mode="keep")
+
+    async def wake(self) -> None:
+        await self.engine.wake_up()
+
+    async def load_folder(self, folder: Path, version: int) -> None:
+        """New weights for whatever is drawn from now on; unfinished requests are read again by them."""
+        check_folder(folder)
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+        await self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        if not await self.engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not reset its prefix cache: prompts would be read by the old weights")
+        self.version = version
+        if not self.paused:
+            await self.engine.resume_generation()
+
+
+def sampling_params(request: Request) -> Any:
+    """vLLM's SamplingParams: nothing but what the trainer mirrors. Stop tokens are the request's own."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    greedy = sampling.temperature == 0
+    return SamplingParams(
+        temperature=sampling.temperature,
+        seed=None if greedy else request.seed,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,  # of the drawn token only
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,  # so that each token is counted to the weights it was drawn by
+    )
