@@ -232,5 +232,5 @@ def test_a_killed_engine_is_one_clear_error_within_seconds(generator):
     assert time.monotonic() - began < 20
     with pytest.raises(EngineDied):
         generator.submit(requests(1, first=1000))
-    gone, alive = psutil.wait_procs([process, core], timeout=5)
+    _, alive = psutil.wait_procs([process, core], timeout=5)
     assert alive == []
