@@ -42,6 +42,10 @@ class Completion:
     finish_reason: FinishReason
 
 
+class GeneratorDied(RuntimeError):
+    """A process of the generator is gone, and with it the requests it had."""
+
+
 class Generator(Protocol):
     """What the engine sees: one stream, however many samplers there are behind it."""
 

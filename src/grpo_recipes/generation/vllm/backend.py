@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
-from grpo_recipes.generation.contract import Completion, Request
+from grpo_recipes.generation.contract import Completion, GeneratorDied, Request
 from grpo_recipes.generation.sync.safetensors_folder import RefitError, write_folder
 from grpo_recipes.generation.vllm.engine_process import main
 from grpo_recipes.generation.vllm.messages import Call, EngineSetup, Failed, Finished, Reply, Submit
@@ -32,10 +32,6 @@ START = 0  # number of the reply that says the engine is up
 EXIT_S = 5.0
 
 
-class EngineDied(RuntimeError):
-    """The engine's process, or one of vLLM's below it, is gone."""
-
-
 class VllmGenerator:
     """One vLLM engine in a process of its own, which ends with this one. Also a Sampler: it can be handed weights.
 
@@ -45,7 +41,7 @@ class VllmGenerator:
         time_limit_s: longest that the start, or a call, may take.
 
     Raises:
-        EngineDied: the engine did not start, with its traceback.
+        GeneratorDied: the engine did not start; its own output says more.
     """
 
     def __init__(self, setup: EngineSetup, *, max_positions: int, time_limit_s: float = 1800.0) -> None:
@@ -123,7 +119,7 @@ class VllmGenerator:
         try:
             self._call("load_folder", folder, version)
         except CallFailed as error:
-            raise RefitError(f"weights of version {version} did not reach vLLM:\n{error}") from None
+            raise RefitError(f"weights of version {version} did not reach vLLM: {error}") from None
 
     # -- the process -------------------------------------------------------------------------------------------
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -143,7 +139,7 @@ class VllmGenerator:
 
     def _send(self, message: Submit | Call) -> None:
         if self._ended:
-            raise EngineDied(self._ended)
+            raise GeneratorDied(self._ended)
         try:
             self._pipe.send(message)
         except OSError:  # closed at the other end; why, it may have said
@@ -151,9 +147,9 @@ class VllmGenerator:
             self._die("its process ended")
 
     def _receive(self, seconds: float | None) -> Reply | None:
-        """One message; completions are put aside. Raises EngineDied."""
+        """One message; completions are put aside. Raises GeneratorDied."""
         if self._ended:
-            raise EngineDied(self._ended)
+            raise GeneratorDied(self._ended)
         ready = wait([self._pipe, self._process.sentinel], seconds)
         if not ready:
             self._die(f"no answer within {self._time_limit_s:.0f} s")
@@ -165,7 +161,7 @@ class VllmGenerator:
             self._process.join(EXIT_S)
             self._die(f"its process ended with exit code {self._process.exitcode}")
         if isinstance(message, Failed):
-            self._die(f"it failed:\n{message.error}")
+            self._die(message.error)
         if isinstance(message, Reply):
             return message
         self._finished.append(completion_of(message))
@@ -175,7 +171,7 @@ class VllmGenerator:
         lost = f"; {len(self._outstanding)} requests are lost" if self._outstanding else ""
         self._ended = f"the vLLM engine is gone{lost}: {reason}"
         self._end()
-        raise EngineDied(self._ended)
+        raise GeneratorDied(self._ended)
 
     def close(self) -> None:
         """End the engine's processes. May be called twice."""
@@ -199,7 +195,7 @@ class VllmGenerator:
 
 
 class CallFailed(RuntimeError):
-    """A call raised in the engine's process; its traceback. The engine goes on."""
+    """A call raised in the engine's process, which goes on."""
 
 
 def completion_of(message: Finished) -> Completion:

@@ -34,10 +34,18 @@ def main(pipe: Connection, setup: EngineSetup) -> None:
     try:
         asyncio.run(_serve(pipe, setup))
     except BaseException as error:  # whatever it is, the driver must hear of it
-        pipe.send(Failed("".join(traceback.format_exception(error))))
+        pipe.send(Failed(told(error)))
     finally:
         pipe.close()
         os.killpg(0, signal.SIGKILL)  # vLLM's processes too, whatever state they are in
+
+
+def told(error: BaseException) -> str:
+    """What the driver is told, in a line; all of it goes to this process's output. Of a group its first error."""
+    traceback.print_exception(error)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
 
 
 def _follow_parent(parent_pid: int) -> None:
@@ -92,7 +100,7 @@ class Session:
         try:
             value = await getattr(self, call.method)(*call.arguments)
         except Exception as error:  # the driver's to see
-            self.pipe.send(Reply(call.number, error="".join(traceback.format_exception(error))))
+            self.pipe.send(Reply(call.number, error=told(error)))
         else:
             self.pipe.send(Reply(call.number, value))
 

@@ -35,7 +35,7 @@ class Reply:
 
     number: int
     value: Any = None
-    error: str | None = None  # a traceback
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,4 +53,4 @@ class Finished:
 class Failed:
     """The engine is of no more use; the process ends."""
 
-    error: str  # a traceback
+    error: str
