@@ -177,6 +177,8 @@ class VllmGenerator:
         """End the engine's processes. May be called twice."""
         if not self._ended:
             self._ended = "the vLLM engine was closed"
+            self._pipe.close()
+            self._process.join(EXIT_S)  # the engine gives back what it shares between its processes
             self._end()
 
     def _end(self) -> None:

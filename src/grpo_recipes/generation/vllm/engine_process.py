@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import traceback
+from functools import partial
 from multiprocessing import connection as mp_connection
 from multiprocessing import parent_process
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PARENT_POLL_S = 1.0
+SHUTDOWN_S = 2.0
 
 
 def main(pipe: Connection, setup: EngineSetup) -> None:
@@ -41,10 +43,8 @@ def main(pipe: Connection, setup: EngineSetup) -> None:
 
 
 def told(error: BaseException) -> str:
-    """What the driver is told, in a line; all of it goes to this process's output. Of a group its first error."""
+    """What the driver is told, in a line; all of it goes to this process's output."""
     traceback.print_exception(error)
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
 
 
@@ -67,14 +67,25 @@ async def _serve(pipe: Connection, setup: EngineSetup) -> None:
     # A daemon, not an executor of the loop: the end of the loop would wait for its read.
     threading.Thread(target=_read, args=(pipe, loop, inbox), daemon=True).start()
     pipe.send(Reply(0))
-    async with asyncio.TaskGroup() as tasks:  # an error in one request ends all
-        while (message := await inbox.get()) is not None:
-            if isinstance(message, Submit):
-                for request in message.requests:
-                    tasks.create_task(session.draw(request))
-            else:
-                await session.answer(message)
-        raise asyncio.CancelledError  # closed: what is still being drawn has no reader
+    drawing: set[asyncio.Task[None]] = set()
+    while (message := await inbox.get()) is not None:
+        if isinstance(message, BaseException):
+            raise message
+        if isinstance(message, Submit):
+            for request in message.requests:
+                task = asyncio.create_task(session.draw(request))
+                drawing.add(task)
+                task.add_done_callback(partial(_drawn, drawing, inbox))
+        else:
+            await session.answer(message)
+    engine.shutdown(timeout=SHUTDOWN_S)  # closed: what is still being drawn has no reader
+
+
+def _drawn(drawing: set[asyncio.Task[None]], inbox: asyncio.Queue[Any], task: asyncio.Task[None]) -> None:
+    """An error in one request ends all."""
+    drawing.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        inbox.put_nowait(error)
 
 
 def _read(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any]) -> None:
