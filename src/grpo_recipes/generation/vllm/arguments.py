@@ -48,6 +48,12 @@ def check_vllm(model_config: Mapping[str, Any], *, on_gpu: bool) -> None:
             where="policy.generation.backend",
             mend=f"install {build}=={vllm_version()}",
         )
+    if (build == "vllm") != on_gpu:
+        raise UserError(
+            f"{build} is installed, and this run is on {'GPUs' if on_gpu else 'the CPU'}",
+            where="policy.generation.backend",
+            mend=f"install {BUILDS[0] if on_gpu else BUILDS[1]}; or set it to megatron",
+        )
     if on_gpu:
         return
     heads = model_config["num_attention_heads"]
@@ -88,14 +94,16 @@ def engine_setup(policy: PolicyConfig, folder: Path, *, on_gpu: bool, threads: i
 
 
 def cpu_defaults(policy: PolicyConfig) -> dict[str, Any]:
+    cfg = policy.generation.vllm_cfg
+    several = any(cfg.get(f"{kind}_parallel_size", 1) > 1 for kind in ("tensor", "pipeline"))
     sizes = {"max_num_batched_tokens": max(8192, policy.max_total_sequence_length)}
     return {
         "enforce_eager": True,
         "kv_cache_memory_bytes": CPU_CACHE_BYTES,
         # A prompt read in parts takes back a seeded draw by an operation that generators on the CPU lack.
         "enable_chunked_prefill": False,
-        "distributed_executor_backend": "uni",
         **sizes,
+        **({} if several else {"distributed_executor_backend": "uni"}),
     }
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import traceback
+from collections.abc import Coroutine
 from functools import partial
 from multiprocessing import connection as mp_connection
 from multiprocessing import parent_process
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 PARENT_POLL_S = 1.0
 SHUTDOWN_S = 2.0
+DEATH_POLL_S = 1.0
 
 
 def main(pipe: Connection, setup: EngineSetup) -> None:
@@ -100,6 +102,11 @@ def _read(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queu
             return
 
 
+class EngineDeath(Exception):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
 class Session:
     """What the driver may ask of the engine. `version` is that of the weights the next token is drawn by."""
 
@@ -109,11 +116,21 @@ class Session:
 
     async def answer(self, call: Call) -> None:
         try:
-            value = await getattr(self, call.method)(*call.arguments)
+            value = await self._unless_dead(getattr(self, call.method)(*call.arguments))
+        except EngineDeath as death:  # not an answer: the end
+            raise death.error from None
         except Exception as error:  # the driver's to see
             self.pipe.send(Reply(call.number, error=told(error)))
         else:
             self.pipe.send(Reply(call.number, value))
+
+    async def _unless_dead(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """vLLM leaves a call unanswered for ever if its engine dies meanwhile."""
+        task = asyncio.create_task(work)
+        while not (await asyncio.wait({task}, timeout=DEATH_POLL_S))[0]:
+            if self.engine.errored:
+                raise EngineDeath(self.engine.dead_error)
+        return task.result()
 
     async def draw(self, request: Request) -> None:
         token_ids: list[int] = []
