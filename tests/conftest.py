@@ -46,7 +46,8 @@ def _cuda() -> bool:
 
 def _skips(config: pytest.Config) -> tuple[int, int]:
     """Skips for want of a GPU, and all others."""
-    reports = config.pluginmanager.get_plugin("terminalreporter").stats.get("skipped", [])
+    reporter = config.pluginmanager.get_plugin("terminalreporter")  # absent from the workers of pytest-xdist
+    reports = reporter.stats.get("skipped", []) if reporter else []
     gpu = sum("gpu" in getattr(report, "keywords", {}) for report in reports)
     return gpu, len(reports) - gpu
 
