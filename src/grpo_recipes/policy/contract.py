@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -131,6 +131,9 @@ class Replica:
     microbatch_multiple: int = 1  # a pass must have a multiple of so many microbatches (virtual pipeline stages)
 
 
+Part = Literal["optimizer", "weights"]  # of a trainer's memory; the optimizer's is its state and the gradients
+
+
 class Policy(Protocol):
     """One rank of a trainer. Unless said otherwise a method is collective: every rank calls it, in the same order.
 
@@ -158,6 +161,10 @@ class Policy(Protocol):
 
     def weight_buckets(self) -> Iterator[dict[str, Tensor]]:
         """Full tensors by Hugging Face name, bucket by bucket in the plan's order."""
+
+    def offload(self, part: Part) -> None:
+        """Give this part's device memory back, its contents kept in host memory. Whatever needs it brings it back first:
+        training and checkpoints need both parts, everything else the weights. Not collective."""
 
     def save(self, folder: Path) -> dict[str, str]:
         """Write model, optimizer, scheduler and random states into an existing empty folder.

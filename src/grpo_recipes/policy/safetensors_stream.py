@@ -52,11 +52,12 @@ def write_stream(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def _pieces(data: bytes | Tensor) -> Iterator[memoryview]:
-    if isinstance(data, Tensor):
-        data = data.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
-    view = memoryview(data)
-    for begin in range(0, len(view), CHUNK_BYTES):
-        yield view[begin : begin + CHUNK_BYTES]
+    if isinstance(data, bytes):
+        yield memoryview(data)
+        return
+    # Copies: a storage that numpy has seen can never be resized again, which offloading does.
+    for piece in data.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
+        yield piece.clone().numpy().data
 
 
 def _write_all(write: Callable[[memoryview], int | None], rest: memoryview) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_recipes.policy.alignment import alignment_of
 from grpo_recipes.policy.context_parallel import gather_outputs
-from grpo_recipes.policy.contract import Batch, Loss, LossInputs, TrainStats, WeightSpec
+from grpo_recipes.policy.contract import Batch, Loss, LossInputs, Part, TrainStats, WeightSpec
 from grpo_recipes.policy.megatron import cpu
 
 cpu.install()
@@ -37,6 +37,7 @@ from grpo_recipes.policy.megatron.decode import Decoder  # noqa: E402
 from grpo_recipes.policy.megatron.expert_load import ExpertLoad  # noqa: E402
 from grpo_recipes.policy.megatron.model import build_model  # noqa: E402
 from grpo_recipes.policy.megatron.moe import set_aux_loss_scale  # noqa: E402
+from grpo_recipes.policy.megatron.offload import TrainerMemory  # noqa: E402
 from grpo_recipes.policy.megatron.optimizer import build_optimizer, build_scheduler, wrap_model  # noqa: E402
 from grpo_recipes.policy.megatron.weights import WeightMap  # noqa: E402
 from grpo_recipes.policy.padding import pad  # noqa: E402
@@ -97,6 +98,7 @@ class MegatronPolicy:
         self._checkpoints = checkpoint.CheckpointWriter(
             checkpoint.Trained(self.weights, self.built.chunks, self.model, self.optimizer, self.scheduler)
         )
+        self._memory = TrainerMemory(self.model, self.optimizer)
         self._reference = self._host_copy() if needs_reference else None
         config = self.built.config
         experts = config.num_moe_experts
@@ -128,6 +130,7 @@ class MegatronPolicy:
         return TrainStats(total, grad_norm, learning_rate, skipped, sums, maxima, load)
 
     def logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
+        self._memory.onload("weights")
         for chunk in self.model:
             chunk.eval()
         with torch.no_grad():
@@ -137,6 +140,7 @@ class MegatronPolicy:
     def reference_logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
         if self._reference is None:
             raise RuntimeError("this policy was built with needs_reference=False")
+        self._memory.onload("weights")
         self._swap(self._reference)
         try:
             return self.logprobs(microbatches)
@@ -147,21 +151,29 @@ class MegatronPolicy:
         return self.weights.plan()
 
     def weight_buckets(self) -> Iterator[dict[str, Tensor]]:
+        self._memory.onload("weights")
         return self.weights.buckets()
 
+    def offload(self, part: Part) -> None:
+        self._memory.offload(part)
+
     def save(self, folder: Path) -> dict[str, str]:
+        self._memory.onload("weights", "optimizer")
         return self._checkpoints.save(folder)
 
     def start_save(self, folder: Path) -> None:
+        self._memory.onload("weights", "optimizer")
         self._checkpoints.start(folder)
 
     def finish_save(self, *, wait: bool) -> dict[str, str] | None:
         return self._checkpoints.finish(wait=wait)
 
     def load(self, folder: Path) -> None:
+        self._memory.onload("weights", "optimizer")
         checkpoint.load(folder, self._checkpoints.trained)
 
     def export(self, folder: Path) -> None:
+        self._memory.onload("weights")
         tensors = self.weights.gather()
         if dist.get_rank() == 0:
             dtype = self.built.config.params_dtype
@@ -174,6 +186,7 @@ class MegatronPolicy:
     # -- for certificates ---------------------------------------------------------------------------------------
     def accumulate(self, microbatches: Sequence[Batch], loss: Loss) -> tuple[float, dict[str, float], dict[str, float]]:
         """Forward and backward: loss, sums and maxima of the step, equal on every rank. Gradients stay in the buffers."""
+        self._memory.onload("weights", "optimizer")
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
