@@ -1,5 +1,6 @@
 """The CUDA paths of the trainer and the embedded sampler, against transformers and float64 on the same weights."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -124,7 +125,7 @@ def test_logprobs_and_gradient_norm_agree_with_transformers(checkpoint, precisio
     reference = reference_logprobs(model, batch)
     assert (logprobs - reference).abs().max().item() < TOLERANCE[precision]
 
-    batch = batch.with_logprobs(old=reference.detach())
+    batch = replace(batch, old_logprobs=reference.detach())
     loss = partial(
         policy_loss,
         clip_min=10.0,
@@ -132,7 +133,6 @@ def test_logprobs_and_gradient_norm_agree_with_transformers(checkpoint, precisio
         dual_clip=None,
         kl_penalty=0.0,
         kl_type="k3",
-        importance_correction=False,
     )
     model.zero_grad()
     exact = -((reference - reference.detach()).exp() * batch.advantages * batch.weights).sum()
@@ -179,13 +179,12 @@ def test_save_and_load_continue_exactly(checkpoint, tmp_path):
         dual_clip=None,
         kl_penalty=0.0,
         kl_type="k3",
-        importance_correction=False,
     )
 
     def steps(policy, count):
         for _ in range(count):
             [old] = policy.logprobs([batch])
-            stats = policy.train([batch.with_logprobs(old=old)], loss)
+            stats = policy.train([replace(batch, old_logprobs=old)], loss)
         return stats
 
     policy = make_policy(checkpoint[0], "float32")

@@ -133,7 +133,7 @@ def test_four_ranks_in_two_replicas():
         assert sorted(held[0] + held[2]) == [0, 1, 2, 3]
 
         # 14 tokens, 10 of them generated, each counted once although two ranks of a replica report it.
-        mismatch = group.compute_logprobs()
+        mismatch = group.compute_logprobs(None)
         assert mismatch.token_mult_prob_error == pytest.approx(2.718281828459045)
         assert mismatch.logprob_diff_max == 1.0
 

@@ -23,6 +23,7 @@ def inputs_at(logprobs, *, reference=True, seed=0):
         advantages=torch.randn(T, generator=g, dtype=torch.float64) * MASK,
         sampler_logprobs=old + 0.01 * torch.randn(T, generator=g, dtype=torch.float64),
         old_logprobs=old,
+        importance_weights=torch.rand(T, generator=g) + 0.5,
         reference_logprobs=old + 0.2 * torch.randn(T, generator=g, dtype=torch.float64) if reference else None,
     )
     return LossInputs(logprobs=logprobs, entropy=torch.zeros(T, dtype=torch.float64), batch=batch)
@@ -58,9 +59,8 @@ def test_kl_estimates_are_zero_at_equality_and_of_the_right_sign(kind):
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("correction", [False, True])
 @pytest.mark.parametrize("dual", [None, 1.5])
-def test_gradient_against_finite_differences(kind, correction, dual):
+def test_gradient_against_finite_differences(kind, dual):
     """Covers: biased k3 gradient. Central differences in float64."""
     loss = partial(
         policy_loss,
@@ -69,7 +69,6 @@ def test_gradient_against_finite_differences(kind, correction, dual):
         dual_clip=dual,
         kl_penalty=0.7,
         kl_type=kind,
-        importance_correction=correction,
     )
     at = start().requires_grad_()
     loss(inputs_at(at)).loss.backward()
@@ -90,18 +89,15 @@ def test_loss_value_by_hand():
             ratio = math.exp(inputs.logprobs[t] - batch.old_logprobs[t])
             a = float(batch.advantages[t])
             kl = float(batch.reference_logprobs[t] - inputs.logprobs[t])
-            total += -min(a * ratio, a * min(max(ratio, 0.8), 1.28)) + 0.05 * (math.exp(kl) - 1 - kl)
-    got = policy_loss(
-        inputs, clip_min=0.2, clip_max=0.28, dual_clip=None, kl_penalty=0.05, kl_type="k3", importance_correction=False
-    )
+            surrogate = -min(a * ratio, a * min(max(ratio, 0.8), 1.28))
+            total += float(batch.importance_weights[t]) * surrogate + 0.05 * (math.exp(kl) - 1 - kl)
+    got = policy_loss(inputs, clip_min=0.2, clip_max=0.28, dual_clip=None, kl_penalty=0.05, kl_type="k3")
     assert got.loss.item() == pytest.approx(total / 8)
 
 
 def test_ratio_is_exactly_one_when_nothing_has_changed():
     inputs = inputs_at(inputs_at(None).batch.old_logprobs.clone())
-    got = policy_loss(
-        inputs, clip_min=0.2, clip_max=0.2, dual_clip=None, kl_penalty=0.0, kl_type="k3", importance_correction=False
-    )
+    got = policy_loss(inputs, clip_min=0.2, clip_max=0.2, dual_clip=None, kl_penalty=0.0, kl_type="k3")
     assert got.sums["ratio"].item() == 8 and got.maxima["ratio"].item() == 1 and got.sums["clipped"].item() == 0
 
 
@@ -115,9 +111,7 @@ def test_nothing_off_the_mask_matters_even_if_infinite():
         inputs,
         batch=replace(inputs.batch, old_logprobs=inputs.batch.old_logprobs.index_fill(0, torch.tensor([0]), -math.inf)),
     )
-    got = policy_loss(
-        inputs, clip_min=0.2, clip_max=0.2, dual_clip=None, kl_penalty=0.1, kl_type="k3", importance_correction=True
-    )
+    got = policy_loss(inputs, clip_min=0.2, clip_max=0.2, dual_clip=None, kl_penalty=0.1, kl_type="k3")
     got.loss.backward()
     assert got.loss.isfinite() and at.grad.isfinite().all() and at.grad[0] == 0
 
@@ -137,7 +131,6 @@ def test_every_rank_reports_the_same_statistics(penalty):
         dual_clip=None,
         kl_penalty=penalty,
         kl_type="k3",
-        importance_correction=False,
     )
     idle = empty_batch()
     worked = loss(inputs_at(start(), reference=penalty > 0))

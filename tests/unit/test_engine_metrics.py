@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from grpo_recipes.engine.metrics import expert_load_metrics, reward_metrics, training_metrics
-from grpo_recipes.engine.policy_group import Mismatch
+from grpo_recipes.engine.mismatch import Mismatch
 from grpo_recipes.policy.contract import TrainStats
 
-MISMATCH = Mismatch(token_mult_prob_error=1.5, gen_kl_error=0.25, logprob_diff_max=2.0)
+MISMATCH = Mismatch(1.5, 0.25, 0.26, 0.06, 1.1, 2.0, 1.7, 1.0, 1.0, 0.0, 0.0, ())
 
 
 def stats(skipped: bool, tokens: float) -> TrainStats:

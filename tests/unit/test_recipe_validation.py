@@ -9,6 +9,8 @@ import pytest
 from grpo_recipes.errors import UserError
 from grpo_recipes.recipe.compose import resolve
 
+IMPORTANCE = "loss_fn.use_importance_sampling_correction=true"
+
 
 def error_of(*overrides: str, recipe: str = "tiny_arith") -> str:
     with pytest.raises(UserError) as error:
@@ -95,6 +97,18 @@ def test_all_mistakes_at_once() -> None:
             "grpo.num_generations_per_prompt: 1 response",
         ),
         (["loss_fn.ratio_clip_c=1.28"], "loss_fn.ratio_clip_c: the dual clip 1.28 must exceed"),
+        (
+            ["loss_fn.importance_sampling_level=sequence"],
+            "loss_fn.importance_sampling_level: says how weights are made",
+        ),
+        (["loss_fn.truncated_importance_sampling_ratio=2"], "loss_fn.truncated_importance_sampling_ratio: is a bound"),
+        ([IMPORTANCE, "loss_fn.truncated_importance_sampling_type=tis"], "sampling_ratio: is missing: tis needs"),
+        ([IMPORTANCE, "loss_fn.truncated_importance_sampling_type=icepop"], "ratio_min: is missing: icepop needs"),
+        (["loss_fn.max_sequence_mult_prob_error=0.9"], "loss_fn.max_sequence_mult_prob_error"),
+        (
+            ["loss_fn.mismatch.gen_kl_error.warn=2", "loss_fn.mismatch.gen_kl_error.abort=1"],
+            "loss_fn.mismatch.gen_kl_error: abort 1 lies below warn 2",
+        ),
         (["data.max_input_seq_length=93"], "policy.max_total_sequence_length: 96 tokens cannot hold"),
         (["policy.sequence_packing.train_mb_tokens=95"], "policy.sequence_packing.train_mb_tokens: a microbatch of 95"),
         (["policy.sequence_packing.logprob_mb_tokens=95"], "policy.sequence_packing.logprob_mb_tokens: a microbatch"),

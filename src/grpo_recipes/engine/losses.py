@@ -58,12 +58,10 @@ def policy_loss(
     dual_clip: float | None,
     kl_penalty: float,
     kl_type: KLType,
-    importance_correction: bool,
 ) -> LossOutputs:
     """GRPO: clipped policy loss plus kl_penalty times the KL to the reference policy.
 
-    With importance_correction each token's policy loss is multiplied by old / sampler probability (detached), which
-    corrects for the difference between the sampler's and the trainer's numerics.
+    Each token's policy loss is multiplied by its importance weight where the batch has them (engine/importance.py).
     """
     batch, mask = inputs.batch, inputs.batch.mask
     assert batch.old_logprobs is not None, "logprobs() comes before train()"
@@ -73,8 +71,8 @@ def policy_loss(
     loss_T, clipped = clipped_surrogate(
         ratio, batch.advantages, clip_min=clip_min, clip_max=clip_max, dual_clip=dual_clip
     )
-    if importance_correction:
-        loss_T = loss_T * torch.where(mask, batch.old_logprobs - batch.sampler_logprobs, 0.0).exp()
+    if batch.importance_weights is not None:
+        loss_T = loss_T * batch.importance_weights
     sums = {
         "tokens": mask.sum(),
         "clipped": (clipped & mask).sum(),

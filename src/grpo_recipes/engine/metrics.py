@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from grpo_recipes.engine.mismatch import Mismatch
 from grpo_recipes.engine.packing import PackingStats
-from grpo_recipes.engine.policy_group import Mismatch
 from grpo_recipes.engine.rollouts import Rollout
 from grpo_recipes.environments.contract import StepResult
 from grpo_recipes.policy.contract import TrainStats
@@ -69,9 +69,7 @@ def training_metrics(stats: Sequence[TrainStats], mismatch: Mismatch, tokens: in
         "train/learning_rate": stats[-1].learning_rate,
         "train/bad_steps": float(len(stats) - len(taken)),
         "train/valid_tokens": float(tokens),
-        "train/gen_kl_error": mismatch.gen_kl_error,
-        "train/token_mult_prob_error": mismatch.token_mult_prob_error,
-        "train/logprob_diff_max": mismatch.logprob_diff_max,
+        **mismatch.metrics(),
     }
     if taken:
         metrics |= {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from grpo_recipes.data.dataset import Dataset
 from grpo_recipes.data.sampler import SamplerState
+from grpo_recipes.engine.importance import Correction
 from grpo_recipes.engine.policy_group import PolicyGroup
 from grpo_recipes.environments.contract import Environment
 from grpo_recipes.generation.contract import Generator
@@ -41,6 +42,7 @@ class Parts:
     generator: Generator
     policy: PolicyGroup
     loss: Loss
+    correction: Correction | None  # of the loss, for the distribution that tokens were drawn by
     refit: Callable[[int], None]  # bring the trainer's weights to the generator, as the given version
     check_stop: Callable[[str], None]  # raises Interrupted if the named phase may be abandoned and a stop was asked for
 

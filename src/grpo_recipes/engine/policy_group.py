@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
 from grpo_recipes.cluster.contract import WorkerGroup
+from grpo_recipes.engine.importance import Correction
+from grpo_recipes.engine.mismatch import Mismatch, combine
 from grpo_recipes.engine.packing import Microbatches, PackingStats, Strategy, cut_evenly, packing_stats, share
 from grpo_recipes.generation.contract import Completion, Request
 from grpo_recipes.policy.contract import Batch, Loss, Replica, TrainStats, empty_batch
 
 T = TypeVar("T")
 POLL = 64  # completions fetched per call
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Trainer against sampler, means over the generated tokens of a batch."""
-
-    token_mult_prob_error: float
-    gen_kl_error: float
-    logprob_diff_max: float
 
 
 class PolicyGroup:
@@ -53,6 +45,7 @@ class PolicyGroup:
             self._train.append([[[f + i for i in bin_] for bin_ in c] for f, c in zip(first, cuts, strict=True)])
             for rank, part in enumerate(shares):
                 members[rank] += part
+        self._members = members  # [data-parallel rank]: places of its sequences in the batch
         local = [[lengths[s] for s in m] for m in members]
         self._logprob = cut_evenly(local, self.logprob_strategy, self.multiple)
         parts = [batch.select(m) if m else empty_batch() for m in members]
@@ -63,14 +56,15 @@ class PolicyGroup:
         steps = [[[[n[i] for i in b] for b in c] for n, c in zip(local, cuts, strict=True)] for cuts in self._train]
         return packing_stats(steps, self.train_strategy, empty=len(empty_batch().token_ids))
 
-    def compute_logprobs(self) -> Mismatch:
-        found = self.workers.scatter("compute_logprobs", [(m,) for m in self._by_rank(self._logprob)])
-        sums = [found[rank] for rank, replica in enumerate(self.replicas) if rank == replica.ranks[0]]
-        tokens = sum(s["tokens"] for s in sums)
-        return Mismatch(
-            token_mult_prob_error=sum(s["mult_prob_error"] for s in sums) / tokens,
-            gen_kl_error=sum(s["gen_kl_error"] for s in sums) / tokens,
-            logprob_diff_max=max(s["max_difference"] for s in sums),
+    def compute_logprobs(self, correction: Correction | None) -> Mismatch:
+        """Old logprobs of the loaded batch, and the weights that correct its losses."""
+        found = self.workers.scatter("compute_logprobs", [(m, correction) for m in self._by_rank(self._logprob)])
+        return combine(
+            [
+                found[rank].numbered(self._members[replica.data_rank])
+                for rank, replica in enumerate(self.replicas)
+                if rank == replica.ranks[0]
+            ]
         )
 
     def compute_reference_logprobs(self) -> None:

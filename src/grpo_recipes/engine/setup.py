@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from grpo_recipes.data.dataset import Dataset, load_datasets
 from grpo_recipes.data.prompts import encode_dataset, encode_text
 from grpo_recipes.data.tokenizer import chat_template_digest, load_tokenizer, tokenizer_digest
 from grpo_recipes.engine.generators import check_generator, open_generator
+from grpo_recipes.engine.importance import Correction
 from grpo_recipes.engine.losses import cross_entropy_loss, policy_loss
 from grpo_recipes.engine.packing import Counted, Packed, Similar, Strategy
 from grpo_recipes.engine.parts import Parts, Prompts
@@ -25,7 +27,7 @@ from grpo_recipes.policy.alignment import alignment_of
 from grpo_recipes.policy.contract import Loss
 from grpo_recipes.recipe.model_flops import model_shape, sequence_cost
 from grpo_recipes.recipe.model_folder import ModelFacts, check_model, read_json
-from grpo_recipes.recipe.schema import PolicyConfig, Recipe
+from grpo_recipes.recipe.schema import LossConfig, PolicyConfig, Recipe
 from grpo_recipes.runs.files import folder_sha256
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
                 generator=generator,
                 policy=group,
                 loss=make_loss(recipe),
+                correction=correction_of(recipe.loss_fn),
                 refit=refit,
                 check_stop=check_stop,
             )
@@ -176,7 +179,20 @@ def make_loss(recipe: Recipe) -> Loss:
         dual_clip=loss.ratio_clip_c,
         kl_penalty=loss.reference_policy_kl_penalty,
         kl_type=loss.reference_policy_kl_type,
-        importance_correction=loss.use_importance_sampling_correction,
+    )
+
+
+def correction_of(loss: LossConfig) -> Correction | None:
+    """How losses are corrected for the distribution that tokens were drawn by; None where they are not."""
+    if not loss.use_importance_sampling_correction and loss.max_sequence_mult_prob_error is None:
+        return None
+    high = loss.truncated_importance_sampling_ratio
+    return Correction(
+        level=loss.importance_sampling_level if loss.use_importance_sampling_correction else "none",
+        bound=loss.truncated_importance_sampling_type,
+        low=loss.truncated_importance_sampling_ratio_min or 0.0,
+        high=math.inf if high is None else high,
+        max_sequence_error=loss.max_sequence_mult_prob_error,
     )
 
 

@@ -5,6 +5,7 @@ prompts -> rollouts -> rewards -> advantages -> batch -> old and reference logpr
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,7 @@ from grpo_recipes.engine.metrics import (
     rollout_records,
     training_metrics,
 )
+from grpo_recipes.engine.mismatch import check_limits
 from grpo_recipes.engine.parts import LoopState, Parts, StepOutcome
 from grpo_recipes.engine.phases import Phases
 from grpo_recipes.engine.rollouts import judge, reward_tensors, roll_out
@@ -77,7 +79,9 @@ def grpo_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
         batch = make_batch(samples, optimizer_steps, token_level=loss_fn.token_level_loss)
         metrics |= packing_metrics(parts.policy.load_batch(batch, optimizer_steps))
         with phase("logprobs"):
-            mismatch = parts.policy.compute_logprobs()
+            mismatch = parts.policy.compute_logprobs(parts.correction)
+        for warning in check_limits(mismatch, loss_fn.mismatch, state.step + 1):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         if loss_fn.reference_policy_kl_penalty > 0:
             with phase("reference_logprobs"):
                 parts.policy.compute_reference_logprobs()

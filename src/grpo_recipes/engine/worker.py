@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_recipes.engine.importance import Correction, importance_weights
+from grpo_recipes.engine.mismatch import MismatchSums, mismatch_sums
 from grpo_recipes.engine.packing import Microbatches
 from grpo_recipes.engine.phases import peak_memory, reset_peak_memory
 from grpo_recipes.generation.contract import Completion, Request, Sampler
@@ -40,14 +43,17 @@ class Worker:
         """The share of this rank's replica; None where another rank of it is sent the batch."""
         self.batch = self.policy.share(batch)
 
-    def compute_logprobs(self, microbatches: Microbatches) -> dict[str, float]:
-        """Fill old_logprobs, and say how far they are from the sampler's (sums over the replica's generated tokens)."""
+    def compute_logprobs(self, microbatches: Microbatches, correction: Correction | None) -> MismatchSums:
+        """Fill old_logprobs and importance_weights, and say how far the former are from the sampler's."""
         old = self._per_token(microbatches, self.policy.logprobs)
-        self.batch = self.batch.with_logprobs(old=old)
-        return mismatch_sums(old[self.batch.mask], self.batch.sampler_logprobs[self.batch.mask])
+        batch = self.batch
+        weights = correction and importance_weights(old, batch.sampler_logprobs, batch.mask, batch.lengths, correction)
+        self.batch = replace(batch, old_logprobs=old, importance_weights=weights)
+        return mismatch_sums(self.batch)
 
     def compute_reference_logprobs(self, microbatches: Microbatches) -> None:
-        self.batch = self.batch.with_logprobs(reference=self._per_token(microbatches, self.policy.reference_logprobs))
+        found = self._per_token(microbatches, self.policy.reference_logprobs)
+        self.batch = replace(self.batch, reference_logprobs=found)
 
     def train(self, microbatches: Microbatches, loss: Loss) -> TrainStats:
         return self.policy.train([self._cut(members) for members in microbatches], loss)
@@ -130,20 +136,3 @@ class Worker:
         peak = peak_memory()
         reset_peak_memory()
         return peak
-
-
-def mismatch_sums(trainer: Tensor, sampler: Tensor) -> dict[str, float]:
-    """How far the trainer's logprobs are from the sampler's, over N generated tokens, float64 sums.
-
-    token_mult_prob_error: exp|trainer - sampler|. gen_kl_error: the k3 estimate of KL(sampler || trainer). Both as
-    NeMo-RL defines them (docs/guides/grpo.md, "Metrics"); the driver divides by N.
-    """
-    difference = trainer.double() - sampler.double()
-    if not len(difference):
-        return {"tokens": 0.0, "mult_prob_error": 0.0, "gen_kl_error": 0.0, "max_difference": 0.0}
-    return {
-        "tokens": float(len(difference)),
-        "mult_prob_error": float(difference.abs().exp().sum()),
-        "gen_kl_error": float((torch.expm1(difference) - difference).sum()),
-        "max_difference": float(difference.abs().max()),
-    }

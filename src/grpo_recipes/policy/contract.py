@@ -8,7 +8,7 @@ shifted copy anywhere outside a policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -33,6 +33,7 @@ class Batch:
     sampler_logprobs: Tensor  # float32 [T], natural log, at the sampling temperature; 0 off the mask
     old_logprobs: Tensor | None = None  # float32 [T], by the policy before the first optimizer step of this batch
     reference_logprobs: Tensor | None = None  # float32 [T], by the frozen reference policy
+    importance_weights: Tensor | None = None  # float32 [T], factors of the loss (engine.importance); None: all 1
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -47,13 +48,6 @@ class Batch:
         cut: dict[str, Any] = {name: None if value is None else value[index] for name, value in per_token.items()}
         return Batch(lengths=self.lengths[torch.as_tensor(sequences)], **cut)
 
-    def with_logprobs(self, *, old: Tensor | None = None, reference: Tensor | None = None) -> Batch:
-        return replace(
-            self,
-            old_logprobs=self.old_logprobs if old is None else old,
-            reference_logprobs=self.reference_logprobs if reference is None else reference,
-        )
-
 
 def empty_batch() -> Batch:
     """One sequence of two tokens that weighs nothing: what a rank runs when it has fewer microbatches than others."""
@@ -67,6 +61,7 @@ def empty_batch() -> Batch:
         sampler_logprobs=zeros,
         old_logprobs=zeros,
         reference_logprobs=zeros,
+        importance_weights=zeros,
     )
 
 

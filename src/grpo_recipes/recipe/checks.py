@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from grpo_recipes.recipe.problems import Problem
-from grpo_recipes.recipe.schema import DataConfig, DatasetConfig, GRPOConfig, PolicyConfig, Recipe
+from grpo_recipes.recipe.schema import DataConfig, DatasetConfig, GRPOConfig, LossConfig, PolicyConfig, Recipe
 
 
 def recipe_problems(recipe: Recipe) -> list[Problem]:
@@ -101,6 +101,43 @@ def _loss(recipe: Recipe) -> Iterator[Problem]:
             f"the dual clip {loss.ratio_clip_c} must exceed 1 + ratio_clip_max = {1 + loss.ratio_clip_max}",
             "raise it (3 is usual), or set it to null",
         )
+    yield from _importance(loss)
+    for name, limit in loss.mismatch:
+        if limit.warn is not None and limit.abort is not None and limit.abort < limit.warn:
+            yield Problem(
+                f"loss_fn.mismatch.{name}",
+                f"abort {limit.abort:g} lies below warn {limit.warn:g}: there would never be a warning",
+                "raise abort, or lower warn",
+            )
+
+
+def _importance(loss: LossConfig) -> Iterator[Problem]:
+    kind, prefix = loss.truncated_importance_sampling_type, "loss_fn.truncated_importance_sampling"
+    high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
+    if not loss.use_importance_sampling_correction:
+        for name, given in (
+            ("loss_fn.importance_sampling_level", loss.importance_sampling_level != "token"),
+            (f"{prefix}_type", kind is not None),
+        ):
+            if given:
+                yield Problem(
+                    name,
+                    "says how weights are made, and loss_fn.use_importance_sampling_correction is false",
+                    "set that to true, or leave this out",
+                )
+    if kind is None:
+        for name, bound in (("ratio", high), ("ratio_min", low)):
+            if bound is not None:
+                yield Problem(f"{prefix}_{name}", f"is a bound, and {prefix}_type is not set", "set that, or remove it")
+        return
+    if high is None:
+        yield Problem(f"{prefix}_ratio", f"is missing: {kind} needs its upper bound", "set it (2 is usual)")
+    if kind == "tis" and low is not None:
+        yield Problem(f"{prefix}_ratio_min", "tis truncates from above only", "remove it, or take icepop")
+    if kind != "tis" and low is None:
+        yield Problem(f"{prefix}_ratio_min", f"is missing: {kind} needs its lower bound", "set it (0.5 is usual)")
+    if high is not None and low is not None and low > high:
+        yield Problem(f"{prefix}_ratio_min", f"{low:g} exceeds {prefix}_ratio {high:g}", "exchange them")
 
 
 def _lengths(recipe: Recipe) -> Iterator[Problem]:

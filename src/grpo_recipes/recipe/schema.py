@@ -53,6 +53,22 @@ class SFTConfig(Section):
     max_bad_steps: NonNegativeInt = 3
 
 
+class Limit(Section):
+    """Above `warn` a warning; above `abort` the run ends before the batch is trained on."""
+
+    warn: NonNegativeFloat | None = None
+    abort: NonNegativeFloat | None = None
+
+
+class MismatchLimits(Section):
+    """Of sampler and trainer, by the metrics' names (docs/mismatch.md)."""
+
+    token_mult_prob_error: Limit = Limit(warn=1.05)  # bfloat16 kernels alone stay below it
+    gen_kl_error: Limit = Limit()
+    sequence_mult_prob_error_max: Limit = Limit()
+    masked_token_fraction: Limit = Limit()
+
+
 class LossConfig(Section):
     reference_policy_kl_penalty: NonNegativeFloat = 0.0
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
@@ -60,7 +76,15 @@ class LossConfig(Section):
     ratio_clip_max: NonNegativeFloat = 0.2
     ratio_clip_c: PositiveFloat | None = None  # dual clip; must exceed 1 + ratio_clip_max
     token_level_loss: bool = True  # false: mean over each sequence's tokens, then over sequences
+    # Weigh each token's loss by trainer / sampler probability (engine/importance.py has the formulas).
     use_importance_sampling_correction: bool = False
+    importance_sampling_level: Literal["token", "sequence", "geometric"] = "token"
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
+    truncated_importance_sampling_ratio: PositiveFloat | None = None  # the upper bound
+    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None  # the lower bound of icepop, seq-mask-tis
+    # Sequences with a larger mean of exp|trainer - sampler logprob| are masked; at least 1.
+    max_sequence_mult_prob_error: Annotated[float, Field(ge=1)] | None = None
+    mismatch: MismatchLimits = MismatchLimits()
 
 
 class SequencePackingConfig(Section):

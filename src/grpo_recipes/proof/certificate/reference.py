@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_recipes.engine.batch import Sample, make_batch
+from grpo_recipes.engine.importance import Correction, importance_weights
 from grpo_recipes.engine.losses import policy_loss
 from grpo_recipes.policy.contract import Batch, LossInputs
 
@@ -38,7 +39,6 @@ LOSS = partial(
     dual_clip=3.0,
     kl_penalty=0.05,
     kl_type="k3",
-    importance_correction=True,
 )
 
 
@@ -206,9 +206,11 @@ def _with_logprobs(batch: Batch, current: Tensor, draw: torch.Generator) -> Batc
     def around(logprobs: Tensor) -> Tensor:
         return (logprobs + 0.2 * torch.randn(len(current), generator=draw, dtype=torch.float64)) * batch.mask
 
+    old, sampler = (old * batch.mask).float(), around(old).float()
     return replace(
         batch,
-        sampler_logprobs=around(old).float(),
-        old_logprobs=(old * batch.mask).float(),
+        sampler_logprobs=sampler,
+        old_logprobs=old,
         reference_logprobs=around(current).float(),
+        importance_weights=importance_weights(old, sampler, batch.mask, batch.lengths, Correction()),
     )
