@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.context_parallel import ContextShard
 from grpo_recipes.policy.contract import Replica
+from grpo_recipes.policy.process_group import join
 from grpo_recipes.recipe.megatron import given_fields
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ def initialize(megatron: MegatronConfig, seed: int) -> None:
     Collective. Safe to call again, also with other widths. Raises UserError where the widths do not fit the number of
     processes.
     """
-    if not dist.is_initialized():
-        _join()
+    join()
     world = dist.get_world_size()
     widths = {
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
@@ -97,14 +95,3 @@ def replica(config: TransformerConfig) -> tuple[Replica, dist.ProcessGroup | Non
             found_replica = Replica(mine, parallel_state.get_data_parallel_world_size(), ranks, multiple)
             group = _replica_groups[ranks]
     return found_replica, group
-
-
-def _join() -> None:
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if world == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group(backend)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_recipes.policy.alignment import alignment_of
-from grpo_recipes.policy.context_parallel import gather_outputs
 from grpo_recipes.policy.contract import Batch, Loss, LossInputs, Part, TrainStats, WeightSpec
 from grpo_recipes.policy.megatron import cpu
 
@@ -37,10 +35,11 @@ from grpo_recipes.policy.megatron.decode import Decoder  # noqa: E402
 from grpo_recipes.policy.megatron.expert_load import ExpertLoad  # noqa: E402
 from grpo_recipes.policy.megatron.model import build_model  # noqa: E402
 from grpo_recipes.policy.megatron.moe import set_aux_loss_scale  # noqa: E402
-from grpo_recipes.policy.megatron.offload import TrainerMemory  # noqa: E402
+from grpo_recipes.policy.megatron.offload import memory_of  # noqa: E402
 from grpo_recipes.policy.megatron.optimizer import build_optimizer, build_scheduler, wrap_model  # noqa: E402
 from grpo_recipes.policy.megatron.weights import WeightMap  # noqa: E402
 from grpo_recipes.policy.padding import pad  # noqa: E402
+from grpo_recipes.policy.passes import combine, on_device, per_real_token  # noqa: E402
 
 if TYPE_CHECKING:
     from grpo_recipes.recipe.schema import PolicyConfig
@@ -98,7 +97,7 @@ class MegatronPolicy:
         self._checkpoints = checkpoint.CheckpointWriter(
             checkpoint.Trained(self.weights, self.built.chunks, self.model, self.optimizer, self.scheduler)
         )
-        self._memory = TrainerMemory(self.model, self.optimizer)
+        self._memory = memory_of(self.model, self.optimizer)
         self._reference = self._host_copy() if needs_reference else None
         config = self.built.config
         experts = config.num_moe_experts
@@ -280,16 +279,10 @@ class MegatronPolicy:
         )
 
         def finish(output: Tensor, non_loss_data: bool = False) -> Any:
-            if packing.context is not None:
-                output = gather_outputs(output, packing.natural, packing.context.group)
-            # A prediction belongs to the token after it; the first token of a sequence was predicted by nothing.
-            first = padded.first.to(self.device, non_blocking=True)
-            aligned = output.roll(1, -1).masked_fill(first, 0.0)
-            if padded.real is not None:
-                aligned = aligned[:, padded.real.to(self.device, non_blocking=True)]
+            aligned = per_real_token(output, padded, packing)
             if non_loss_data:
                 return aligned[0].detach()
-            found = loss(LossInputs(aligned[0], aligned[1], _to(batch, self.device)))
+            found = loss(LossInputs(aligned[0], aligned[1], on_device(batch, self.device)))
             none = torch.zeros((), dtype=torch.int, device=self.device)  # nothing is divided by a count of tokens
             return found.loss, none, found
 
@@ -336,35 +329,11 @@ def _sum_gradients(model: list[torch.nn.Module], _num_tokens: Any, **kwargs: Any
     finalize_model_grads(model, None, **kwargs)
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
-    if device.type == "cpu":
-        return batch
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return replace(batch, **{n: v.to(device, non_blocking=True) for n, v in values.items() if v is not None})
-
-
 def _combine(outputs: Sequence[Any]) -> tuple[float, dict[str, float], dict[str, float]]:
     """Loss, sums and maxima over microbatches, data-parallel ranks and pipeline stages; float64."""
-    loss, sums, maxima = 0.0, {}, {}
-    for found in outputs:
-        scalars = [found.loss.detach(), *found.sums.values(), *found.maxima.values()]
-        values = torch.stack([s.to(torch.float64) for s in scalars]).tolist()  # one transfer from the device
-        loss += values[0]
-        for name, value in zip(found.sums, values[1:], strict=False):
-            sums[name] = sums.get(name, 0.0) + value
-        for name, value in zip(found.maxima, values[1 + len(found.sums) :], strict=True):
-            maxima[name] = max(maxima.get(name, -math.inf), value)
-    if dist.get_world_size() == 1:
-        return loss, sums, maxima
-    group = parallel_state.get_data_parallel_group()
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, (loss, sums, maxima), group=group)
-    total = (
-        sum(part[0] for part in everyone),
-        {name: sum(part[1][name] for part in everyone) for name in sums},
-        {name: max(part[2][name] for part in everyone) for name in maxima},
-    )
-    return _from_last_stage(total)
+    alone = dist.get_world_size() == 1
+    total = combine(outputs, None if alone else parallel_state.get_data_parallel_group())
+    return total if alone else _from_last_stage(total)
 
 
 def _from_last_stage(value: Any) -> Any:
