@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from grpo_recipes.recipe.megatron import given_fields
+from grpo_recipes.recipe.schema import DTensorConfig
 
 if TYPE_CHECKING:
     from grpo_recipes.recipe.schema import MegatronConfig
@@ -42,9 +43,11 @@ def alignment(
     return Alignment(sequence, math.lcm(sequence * parts, low_precision * context_parallel * parts))
 
 
-def alignment_of(cfg: MegatronConfig) -> Alignment:
-    """As `alignment`, of a recipe's policy.megatron_cfg. TransformerEngine's 8-bit products take dimensions that are
+def alignment_of(cfg: MegatronConfig | DTensorConfig) -> Alignment:
+    """As `alignment`, of a recipe's policy.megatron_cfg or policy.dtensor_cfg. TransformerEngine's 8-bit products take dimensions that are
     multiples of 16; those whose scales stand for blocks of numbers (mxfp8 and the 4-bit formats), of 32."""
+    if isinstance(cfg, DTensorConfig):
+        return alignment(cfg.tensor_parallel_size, cfg.context_parallel_size, cfg.sequence_parallel)
     extras = given_fields(cfg)
     blocks = extras.get("fp4") or (extras.get("fp8") and extras.get("fp8_recipe") == "mxfp8")
     return alignment(

@@ -136,6 +136,30 @@ class MegatronConfig(BaseModel):
     distributed_data_parallel_config: dict[str, Any] = Field(default_factory=dict)
 
 
+class DTensorConfig(BaseModel):
+    """policy.dtensor_cfg: transformers' model under FSDP2 and DTensor instead of Megatron-Core (recipe/dtensor.py).
+    Optimizer and schedule are those of policy.megatron_cfg.optimizer and .scheduler: one set for both trainers."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    enabled: bool = False
+    tensor_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
+    sequence_parallel: bool = False
+    activation_checkpointing: bool = False  # recompute every layer
+    cpu_offload: bool = False  # weights, gradients and optimizer in host memory, where the optimizer then steps
+    torch_compile: bool = False  # of each layer, around its attention
+
+
+class RefitConfig(Section):
+    """How a generator outside the trainer's processes gets new weights (docs/refit.md)."""
+
+    # ipc: a buffer that both see (CUDA IPC; shared memory on CPUs). auto: ipc on one node, broadcast on several.
+    transport: Literal["auto", "ipc", "broadcast", "safetensors"] = "auto"
+    # Prove that the weights arrived, for the first two refits of a run and after each restart, for every one, or never.
+    certify: Literal["first_two", "every", "never"] = "first_two"
+
+
 class GenerationConfig(Section):
     backend: Literal["megatron", "vllm"] = "megatron"  # the embedded sampler, or an engine in a process of its own
     max_new_tokens: PositiveInt
@@ -163,6 +187,7 @@ class PolicyConfig(Section):
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     megatron_cfg: MegatronConfig = MegatronConfig()
+    dtensor_cfg: DTensorConfig = DTensorConfig()
     generation: GenerationConfig
 
 
