@@ -71,11 +71,10 @@ class Sampler:
     def submit(self, requests):
         self.queue += requests
 
-    def completions(self):
-        while self.queue:
-            request = self.queue.pop(0)
-            tokens = torch.tensor([self.rank, self.version])
-            yield Completion(request.request_id, tokens, torch.zeros(2), torch.zeros(2, dtype=torch.int32), "stop")
+    def poll(self, seconds):
+        requests, self.queue = self.queue[:2], self.queue[2:]
+        tokens, versions = torch.tensor([self.rank, self.version]), torch.zeros(2, dtype=torch.int32)
+        return [Completion(r.request_id, tokens, torch.zeros(2), versions, "stop") for r in requests]
 
     def update_weights(self, plan, buckets, version):
         assert plan == ["plan"]

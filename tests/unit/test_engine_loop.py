@@ -28,7 +28,9 @@ class Run:
         self.stop, self.stop_at, self.bad_steps = StopRequest(), stop_at, bad_steps
         self.store = CheckpointStore(folder, keep_last=1, keep_top_k=1, higher_is_better=True)
         self.trained, self.evaluated = [], []
-        self.reporter = SimpleNamespace(phase=lambda _: None, record=lambda *_: None, update=lambda **_: None)
+        self.reporter = SimpleNamespace(
+            phase=lambda _: None, record=lambda *_: None, update=lambda **_: None, keep=lambda _: None
+        )
         self.parts = SimpleNamespace(
             recipe=resolve("tiny_arith", overrides).recipe,
             policy=SimpleNamespace(peak_memory=lambda: 0, save=write_policy),

@@ -122,7 +122,9 @@ def test_the_run_waits_for_the_write(stop_at, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "grpo_step", step)
     overrides = ["grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0", "checkpointing.save_period=2"]
     recipe = resolve("tiny_arith", [*overrides, "checkpointing.async_save=true"]).recipe
-    reporter = SimpleNamespace(phase=lambda _: None, record=lambda *_: None, update=lambda **_: None)
+    reporter = SimpleNamespace(
+        phase=lambda _: None, record=lambda *_: None, update=lambda **_: None, keep=lambda _: None
+    )
     begin = (SimpleNamespace(recipe=recipe, policy=policy), LoopState(0, SamplerState(0), 0, 0), 4, set())
     if stop_at is None:
         loop.run_loop(*begin, store, reporter, stop)

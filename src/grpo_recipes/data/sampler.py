@@ -29,6 +29,17 @@ def epoch_order(seed: int, epoch: int, size: int) -> tuple[int, ...]:
     return tuple(sorted(range(size), key=keys.__getitem__))
 
 
+def number_of(state: SamplerState, size: int) -> int:
+    """Rows that have been handed out since the run began: the number of the next one."""
+    return state.epoch * size + state.cursor
+
+
+def row_of(number: int, seed: int, size: int, shuffle: bool) -> int:
+    """The row that was, or will be, handed out as that number, from 0."""
+    epoch, cursor = divmod(number, size)
+    return epoch_order(seed, epoch, size)[cursor] if shuffle else cursor
+
+
 def next_indices(state: SamplerState, size: int, n: int, shuffle: bool) -> tuple[list[int], SamplerState]:
     """The next `n` rows of a dataset of `size` rows, and the state after them.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from grpo_recipes.engine.parts import Parts
-from grpo_recipes.engine.rollouts import judge, roll_out
+from grpo_recipes.engine.rollouts import answer_each, judge
 
 # Evaluations draw from streams of their own, apart from those of training steps with the same number.
 EVALUATION_STREAM = 1 << 32
@@ -21,14 +21,8 @@ def evaluate(parts: Parts, step: int, *, problems: int, run_seed: int, greedy: b
     metrics: dict[str, float] = {"val/num_problems": float(count)}
     temperatures = [("val/", parts.recipe.policy.generation.temperature)] + [("val/greedy_", 0.0)] * greedy
     for prefix, temperature in temperatures:
-        rollouts = roll_out(
-            parts,
-            parts.validation,
-            range(count),
-            per_prompt=1,
-            temperature=temperature,
-            step=EVALUATION_STREAM + step,
-            run_seed=run_seed,
+        rollouts = answer_each(
+            parts, parts.validation, count, temperature=temperature, step=EVALUATION_STREAM + step, seed=run_seed
         )
         result = judge(parts, rollouts)
         rewards = [reward for reward in result.rewards if reward is not None]

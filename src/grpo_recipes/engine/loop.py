@@ -14,14 +14,18 @@ from grpo_recipes.engine.evaluate import evaluate
 from grpo_recipes.engine.interrupt import Interrupted, StopRequest
 from grpo_recipes.engine.parts import LoopState, Parts, StepOutcome
 from grpo_recipes.engine.phases import Phases
+from grpo_recipes.engine.rollout_step import rollout_step
 from grpo_recipes.engine.saver import Saver
 from grpo_recipes.engine.sft import sft_step
 from grpo_recipes.engine.step import grpo_step
 from grpo_recipes.errors import UserError
 from grpo_recipes.recipe.schema import GRPOConfig, SFTConfig
+from grpo_recipes.runs.arrivals import add_arrival
 from grpo_recipes.runs.folder import RunFolder
 from grpo_recipes.runs.metrics import Kind, MetricsLog
+from grpo_recipes.runs.mode import WHOLE, Mode
 from grpo_recipes.runs.progress import Progress, Status, write_progress
+from grpo_recipes.runs.rollout_store import keep_last, write_stored
 from grpo_recipes.runs.rollouts import write_rollouts
 from grpo_recipes.runs.sinks import Sink
 
@@ -36,6 +40,8 @@ class Reporter:
     progress: Progress
     log: MetricsLog | None = None  # opened when it is known where the attempt starts
     sinks: Sequence[Sink] = ()
+    recipe_digest: str = ""
+    stored_steps: int | None = 0  # last steps of which all rollouts are kept; None: every step
 
     def phase(self, name: str) -> None:
         self.update(phase=name)
@@ -51,6 +57,18 @@ class Reporter:
         self.log.append(step, kind, metrics, timing, memory)
         for sink in self.sinks:
             sink.log(step, {**metrics, **{f"timing/{kind}/{name}": value for name, value in timing.items()}, **memory})
+
+    def keep(self, outcome: StepOutcome) -> None:
+        """The rollouts of a step."""
+        step = outcome.state.step
+        if outcome.records:
+            write_rollouts(self.folder, step, outcome.records)
+        if outcome.stored is not None and self.stored_steps != 0:
+            write_stored(self.folder, step, replace(outcome.stored, recipe_digest=self.recipe_digest))
+            if self.stored_steps is not None:
+                keep_last(self.folder, self.stored_steps)
+        if outcome.arrival is not None:
+            add_arrival(self.folder, self.progress.attempt, step, *outcome.arrival)
 
     def close(self, status: Status, message: str) -> None:
         for sink in self.sinks:
@@ -68,6 +86,7 @@ def run_loop(
     store: CheckpointStore,
     reporter: Reporter,
     stop: StopRequest,
+    mode: Mode = WHOLE,
 ) -> LoopState:
     """From `state` to `last_step`.
 
@@ -80,7 +99,8 @@ def run_loop(
     """
     recipe = parts.recipe
     plan = recipe.plan
-    step: Step = grpo_step if recipe.grpo else sft_step
+    half = mode.kind in ("rollout-only", "train-only")  # without changing weights, or without a generator
+    step: Step = rollout_step if mode.kind == "rollout-only" else grpo_step if recipe.grpo else sft_step
     greedy = recipe.grpo is not None and recipe.grpo.val_greedy
     saved = state.step if state.step else -1
     metric: float | None = None
@@ -103,7 +123,7 @@ def run_loop(
     while True:
         try:
             stop.check("evaluation")
-            if evaluation_due(plan, state.step, last_step) and state.step not in evaluated:
+            if not half and evaluation_due(plan, state.step, last_step) and state.step not in evaluated:
                 phases = Phases(enter, parts.policy.peak_memory)
                 with phases("evaluation"):
                     values = evaluate(
@@ -130,9 +150,8 @@ def run_loop(
         seconds = time.perf_counter() - start
         timing = {**phases.seconds, "total": seconds, "checkpoint": save_seconds, **outcome.throughput}
         save_seconds = 0.0
+        reporter.keep(outcome)
         reporter.record(state.step, "train", outcome.metrics, timing, phases.peak_bytes)
-        if outcome.records:
-            write_rollouts(reporter.folder, state.step, outcome.records)
         reporter.update(
             step=state.step,
             reward=outcome.metrics.get("train/reward"),
@@ -165,4 +184,5 @@ def state_to_json(state: LoopState) -> dict[str, object]:
 
 
 def state_from_json(content: dict) -> LoopState:
-    return LoopState(**{**content, "sampler": SamplerState(**content["sampler"])})
+    pending = tuple(content.get("pending", ()))  # absent from checkpoints of earlier versions, where nothing was
+    return LoopState(**{**content, "sampler": SamplerState(**content["sampler"]), "pending": pending})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,12 +38,26 @@ def reward_metrics(
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    rollouts = [r for r in rollouts if r.completion.finish_reason != "abort"]
+    if not rollouts:  # all of them were given up at the deadline
+        return {}
     lengths = [len(r.completion.token_ids) for r in rollouts]
     return {
         "train/response_length_mean": sum(lengths) / len(lengths),
         "train/response_length_max": float(max(lengths)),
         "train/prompt_length_mean": sum(len(r.prompt_ids) for r in rollouts) / len(rollouts),
         "train/truncated_fraction": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
+    }
+
+
+def refit_throughput(stats: Any) -> dict[str, float]:
+    """Of the RefitStats of a refit that moved bytes."""
+    if stats is None or not stats.bytes:
+        return {}
+    return {
+        "refit_bytes": float(stats.bytes),
+        "refit_tensors": float(stats.tensors),
+        "refit_gb_per_s": stats.bytes / stats.seconds / 1e9,
     }
 
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from grpo_recipes.data.dataset import Dataset
 from grpo_recipes.data.sampler import SamplerState
 from grpo_recipes.engine.importance import Correction
+from grpo_recipes.engine.inbox import Inbox
 from grpo_recipes.engine.policy_group import PolicyGroup
+from grpo_recipes.engine.rollout_source import RolloutSource
 from grpo_recipes.environments.contract import Environment
-from grpo_recipes.generation.contract import Generator
 from grpo_recipes.policy.contract import Loss
 from grpo_recipes.recipe.schema import Recipe
+from grpo_recipes.runs.rollout_store import StoredRollouts
 from grpo_recipes.runs.rollouts import Rollout
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ class Parts:
     train: Prompts
     validation: Prompts
     environment: Environment
-    generator: Generator
+    inbox: Inbox | None  # of the generator; None where nothing is drawn
+    rollouts: RolloutSource | None  # None: supervised
     policy: PolicyGroup
     loss: Loss
     correction: Correction | None  # of the loss, for the distribution that tokens were drawn by
@@ -55,6 +58,14 @@ class LoopState:
     sampler: SamplerState
     weight_version: int  # optimizer steps taken, one refit each at most
     bad_steps: int  # consecutive optimizer steps skipped because something was not finite
+    pending: tuple[int, ...] = ()  # numbers of groups that were asked for and not trained on yet
+
+
+class Arrival(NamedTuple):
+    """Which groups a step trained on, where that depends on when they came."""
+
+    groups: tuple[int, ...]  # numbers, in the order in which they were complete
+    pending: tuple[int, ...]  # asked for and left for later steps
 
 
 class StepOutcome(NamedTuple):
@@ -63,3 +74,5 @@ class StepOutcome(NamedTuple):
     throughput: dict[str, float]  # tokens per second
     tokens: int  # generated and trained
     records: list[Rollout]  # some rollouts, for people to read
+    stored: StoredRollouts | None = None  # all of them
+    arrival: Arrival | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,6 @@ from grpo_recipes.generation.contract import Completion, Request
 from grpo_recipes.policy.contract import Batch, Loss, Replica, TrainStats, empty_batch
 
 T = TypeVar("T")
-POLL = 64  # completions fetched per call
 
 
 class PolicyGroup:
@@ -125,8 +125,14 @@ class EmbeddedGenerator:
         self.workers.scatter("submit", [(requests[start:stop],) for start, stop in pairwise(bounds)])
 
     def completions(self) -> Iterator[Completion]:
-        while found := [c for part in self.workers.call("poll", POLL) for c in part]:
+        while found := self.poll(math.inf):
             yield from found
+
+    def poll(self, seconds: float) -> list[Completion]:
+        return [completion for part in self.workers.call("poll", seconds) for completion in part]
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self.workers.call("abort", request_ids)
 
     def refit(self, version: int) -> None:
         """Bring the trainer's weights to the samplers, as this version. No tensor passes through the driver."""

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_recipes.engine.parts import Parts, Prompts
 from grpo_recipes.environments.contract import Example, StepResult
 from grpo_recipes.generation.contract import Completion, Request, Sampling
 from grpo_recipes.generation.seeds import sample_seed
+from grpo_recipes.runs.rollout_store import FINISH_REASONS, StoredRollouts
+
+if TYPE_CHECKING:
+    from grpo_recipes.engine.parts import Parts, Prompts
+
+POLL_S = 1.0  # a stop signal is heard this soon
 
 
 @dataclass(frozen=True)
@@ -20,47 +27,42 @@ class Rollout:
     prompt_ids: tuple[int, ...]
     completion: Completion
     response: str
+    seed: int
 
 
-def roll_out(
-    parts: Parts,
-    prompts: Prompts,
-    indices: Sequence[int],
-    *,
-    per_prompt: int,
-    temperature: float,
-    step: int,
-    run_seed: int,
+def answer_each(
+    parts: Parts, prompts: Prompts, count: int, *, temperature: float, step: int, seed: int
 ) -> list[Rollout]:
-    """`per_prompt` responses to each prompt, prompt by prompt. The seed of each is a function of all arguments."""
-    generation = parts.recipe.policy.generation
-    sampling = Sampling(temperature, generation.max_new_tokens, parts.stop_token_ids)
-    requests = [
-        Request(
-            request_id=position * per_prompt + sample,
-            prompt_ids=prompts.prompt_ids[index],
-            seed=sample_seed(run_seed, step, position, sample),
-            sampling=sampling,
-        )
-        for position, index in enumerate(indices)
-        for sample in range(per_prompt)
-    ]
-    parts.generator.submit(requests)
+    """One response to each of the first `count` prompts. The seed of each is a function of `seed`, `step` and place."""
+    assert parts.inbox is not None
+    sampling = Sampling(temperature, parts.recipe.policy.generation.max_new_tokens, parts.stop_token_ids)
+    requests = [Request(-1 - n, prompts.prompt_ids[n], sample_seed(seed, step, n, 0), sampling) for n in range(count)]
+    parts.inbox.submit(requests)
     done: dict[int, Completion] = {}
-    for completion in parts.generator.completions():
+    waiting = {request.request_id for request in requests}
+    while waiting:
         parts.check_stop("generation")
-        done[completion.request_id] = completion
-    texts = parts.tokenizer.batch_decode(
-        [done[request.request_id].token_ids for request in requests], skip_special_tokens=True
-    )
+        found = parts.inbox.take(waiting, POLL_S)
+        done |= {completion.request_id: completion for completion in found}
+        waiting -= done.keys()
+    texts = parts.tokenizer.batch_decode([done[r.request_id].token_ids for r in requests], skip_special_tokens=True)
     return [
-        Rollout(prompts.examples[indices[n // per_prompt]], request.prompt_ids, done[request.request_id], text)
+        Rollout(prompts.examples[n], request.prompt_ids, done[request.request_id], text, request.seed)
         for n, (request, text) in enumerate(zip(requests, texts, strict=True))
     ]
 
 
 def judge(parts: Parts, rollouts: Sequence[Rollout]) -> StepResult:
-    return parts.environment.step([r.example for r in rollouts], [r.response for r in rollouts])
+    """What was given up at a deadline is not judged: it has neither a reward nor an error."""
+    whole = [n for n, r in enumerate(rollouts) if r.completion.finish_reason != "abort"]
+    found = parts.environment.step([rollouts[n].example for n in whole], [rollouts[n].response for n in whole])
+    if len(whole) == len(rollouts):
+        return found
+    result = StepResult([None] * len(rollouts), [None] * len(rollouts), [None] * len(rollouts), [{} for _ in rollouts])
+    for place, n in enumerate(whole):
+        for spread, values in zip(result, found, strict=True):
+            spread[n] = values[place]  # type: ignore[index,call-overload]
+    return result
 
 
 def reward_tensors(result: StepResult, per_prompt: int) -> tuple[Tensor, Tensor]:
@@ -68,3 +70,33 @@ def reward_tensors(result: StepResult, per_prompt: int) -> tuple[Tensor, Tensor]
     valid = torch.tensor([reward is not None for reward in result.rewards])
     rewards = torch.tensor([reward or 0.0 for reward in result.rewards], dtype=torch.float64)
     return rewards.view(-1, per_prompt), valid.view(-1, per_prompt)
+
+
+def to_store(
+    groups: Sequence[int], rollouts: Sequence[Rollout], result: StepResult, *, step: int, weight_version: int
+) -> StoredRollouts:
+    """All rollouts of `step` (counted from 1). The folder's writer adds the recipe's digest."""
+    per_prompt = len(rollouts) // len(groups)
+
+    def flat(tensors: list[Tensor]) -> np.ndarray:
+        return torch.cat(tensors).numpy()
+
+    completions = [r.completion for r in rollouts]
+    return StoredRollouts(
+        step=step,
+        weight_version=weight_version,
+        recipe_digest="",
+        prompt_ids=np.array([token for r in rollouts for token in r.prompt_ids], np.int32),
+        prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], np.int32),
+        response_ids=flat([c.token_ids for c in completions]).astype(np.int32),
+        response_lengths=np.array([len(c.token_ids) for c in completions], np.int32),
+        logprobs=flat([c.logprobs for c in completions]),
+        weight_versions=flat([c.weight_versions for c in completions]),
+        example=np.array([r.example.index for r in rollouts], np.int32),
+        group=np.repeat(np.array(groups, np.int64), per_prompt),
+        sample=np.tile(np.arange(per_prompt, dtype=np.int32), len(groups)),
+        seed=np.array([r.seed for r in rollouts], np.int64),
+        reward=np.array([reward or 0.0 for reward in result.rewards], np.float64),
+        valid=np.array([reward is not None for reward in result.rewards]),
+        finish_reason=np.array([FINISH_REASONS.index(c.finish_reason) for c in completions], np.uint8),
+    )

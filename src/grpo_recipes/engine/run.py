@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from grpo_recipes.recipe.compose import ResolvedRecipe
 from grpo_recipes.runs.folder import RunFolder
 from grpo_recipes.runs.manifest import add_attempt, build_manifest, read_manifest, write_manifest
 from grpo_recipes.runs.metrics import MetricsLog, read_metrics
+from grpo_recipes.runs.mode import Mode, read_mode
 from grpo_recipes.runs.progress import Progress
 from grpo_recipes.runs.sinks import SINKS, open_sinks
 
@@ -33,13 +35,16 @@ def run(resolved: ResolvedRecipe, folder: RunFolder, attempt: int, stop: StopReq
     reporter.phase("setup")
     sinks = [name for name in SINKS if getattr(recipe.logger, name)]
     reporter.sinks = open_sinks(folder, sinks, recipe.logger.project, recipe.model_dump(mode="json"))
+    mode = read_mode(folder)
+    reporter.recipe_digest = resolved.digest
+    reporter.stored_steps = None if mode.kind == "rollout-only" else recipe.logger.num_rollout_steps_to_store
     store = CheckpointStore(
         folder.checkpoints_dir,
         keep_last=recipe.checkpointing.keep_last,
         keep_top_k=recipe.checkpointing.keep_top_k,
         higher_is_better=recipe.checkpointing.higher_is_better,
     )
-    with open_parts(recipe, stop.check) as (parts, last, inputs):
+    with open_parts(recipe, stop.check, mode, resolved.name) as (parts, last, inputs):
         state = LoopState(0, SamplerState(recipe.plan.seed), 0, 0)
         checkpoint = store.latest(warn) if attempt > 1 else None
         if checkpoint is not None:
@@ -49,13 +54,14 @@ def run(resolved: ResolvedRecipe, folder: RunFolder, attempt: int, stop: StopReq
             print(f"resumed from step {state.step}", flush=True)
         elif attempt > 1:
             print("no checkpoint yet: starting again from step 0", flush=True)
-        record_manifest(resolved, folder, attempt, state.step, parts, inputs)
+        record_manifest(resolved, folder, attempt, state.step, parts, inputs, mode)
         evaluated = {row.step for row in read_metrics(folder.metrics_path) if row.kind == "val"}
         reporter.log = MetricsLog(folder, attempt, None if attempt == 1 else state.step)
         reporter.update(step=state.step, max_steps=last)
-        run_loop(parts, state, last, {step for step in evaluated if step <= state.step}, store, reporter, stop)
-        reporter.phase("export")
-        export(parts, folder.path / "model")
+        run_loop(parts, state, last, {step for step in evaluated if step <= state.step}, store, reporter, stop, mode)
+        if mode.kind != "rollout-only":  # else the model is the one that it began with
+            reporter.phase("export")
+            export(parts, folder.path / "model")
 
 
 def export(parts: Parts, target: Path) -> None:
@@ -71,7 +77,13 @@ def export(parts: Parts, target: Path) -> None:
 
 
 def record_manifest(
-    resolved: ResolvedRecipe, folder: RunFolder, attempt: int, step: int, parts: Parts, inputs: dict[str, Any]
+    resolved: ResolvedRecipe,
+    folder: RunFolder,
+    attempt: int,
+    step: int,
+    parts: Parts,
+    inputs: dict[str, Any],
+    mode: Mode,
 ) -> None:
     """Write it at the first attempt; at a later one check that the inputs are the same and add the attempt.
 
@@ -96,12 +108,13 @@ def record_manifest(
         explicit=resolved.values,
         full=resolved.recipe.model_dump(mode="json"),
         overrides=resolved.overrides,
-        command=["nemo-run", "recipe", f"{resolved.name}@{resolved.version}", *resolved.overrides],
+        command=["nemo-run", "recipe", f"{resolved.name}@{resolved.version}", *resolved.overrides, *mode.options()],
+        mode=asdict(mode),
         seeds={"run": resolved.recipe.plan.seed, "initial_weights": resolved.recipe.policy.init_seed},
         inputs=inputs,
         backends={
             **parts.policy.describe(),
-            "generation": resolved.recipe.policy.generation.backend,
+            "generation": "none" if mode.kind == "train-only" else resolved.recipe.policy.generation.backend,
         },
         gpus=parts.policy.gpus(),
     )

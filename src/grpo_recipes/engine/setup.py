@@ -9,34 +9,48 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.cluster.contract import Placement
+from grpo_recipes.cluster.contract import Placement, WorkerGroup
 from grpo_recipes.cluster.world import find_world, start_workers
 from grpo_recipes.data.dataset import Dataset, load_datasets
 from grpo_recipes.data.prompts import encode_dataset, encode_text
 from grpo_recipes.data.tokenizer import chat_template_digest, load_tokenizer, tokenizer_digest
+from grpo_recipes.engine.drawn_rollouts import DrawnRollouts
 from grpo_recipes.engine.generators import check_generator, open_generator
+from grpo_recipes.engine.halves import check_source
 from grpo_recipes.engine.importance import Correction
+from grpo_recipes.engine.inbox import Inbox
 from grpo_recipes.engine.losses import cross_entropy_loss, policy_loss
 from grpo_recipes.engine.packing import Counted, Packed, Similar, Strategy
 from grpo_recipes.engine.parts import Parts, Prompts
 from grpo_recipes.engine.policy_group import PolicyGroup
+from grpo_recipes.engine.rollout_source import RolloutSource
+from grpo_recipes.engine.stored_rollouts import ReplayedRollouts
 from grpo_recipes.engine.worker import Worker
 from grpo_recipes.environments.factory import make_environment
 from grpo_recipes.errors import UserError
+from grpo_recipes.generation.contract import Generator
 from grpo_recipes.policy.alignment import alignment_of
 from grpo_recipes.policy.contract import Loss
 from grpo_recipes.recipe.model_flops import model_shape, sequence_cost
 from grpo_recipes.recipe.model_folder import ModelFacts, check_model, read_json
 from grpo_recipes.recipe.schema import LossConfig, PolicyConfig, Recipe
+from grpo_recipes.runs.arrivals import read_arrivals
 from grpo_recipes.runs.files import folder_sha256
+from grpo_recipes.runs.folder import RunFolder
+from grpo_recipes.runs.mode import WHOLE, Mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 @contextmanager
-def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tuple[Parts, int, dict[str, Any]]]:
+def open_parts(
+    recipe: Recipe, check_stop: Callable[[str], None], mode: Mode = WHOLE, name: str = ""
+) -> Iterator[tuple[Parts, int, dict[str, Any]]]:
     """Parts of the run, its last step, and the digests of its inputs; worker processes end with the block.
+
+    Args:
+        name: of the recipe, to compare with that of the run that `mode` names.
 
     Raises:
         UserError: model, tokenizer, data or environment cannot be used.
@@ -44,7 +58,9 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
     world = find_world(recipe.cluster)
     facts = check_model(recipe.policy)
     on_gpu = world.device == "cuda"
-    check_generator(recipe, facts.folder, on_gpu=on_gpu)
+    draws = mode.kind != "train-only"
+    if draws:
+        check_generator(recipe, facts.folder, on_gpu=on_gpu)
     environment = make_environment(recipe.env, recipe.data)  # first: its processes start while the rest is loaded
     try:
         tokenizer = load_tokenizer(facts.tokenizer_folder, recipe.policy.trust_remote_code)
@@ -54,6 +70,13 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
         if recipe.sft:
             check_answers(train, tokenizer, recipe.policy.max_total_sequence_length)
         last = last_step(recipe, len(train))
+        inputs = input_digests(facts, tokenizer, train_rows, validation_rows)
+        source = None
+        if mode.source is not None:
+            source = check_source(mode.source, name, recipe.model_dump(mode="json"), inputs)
+        rollouts: RolloutSource | None = (
+            None if draws or source is None else ReplayedRollouts(recipe, train, source, tokenizer, last_step=last)
+        )
         policy = recipe.policy
         factory = partial(
             make_worker,
@@ -63,13 +86,27 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
             optimizer_steps=last * optimizer_steps_per_batch(recipe),
             needs_reference=recipe.loss_fn.reference_policy_kl_penalty > 0,
             seed=recipe.plan.seed,
+            draws=draws,
         )
         with (
             start_workers(factory, world, recipe.cluster.cpu_threads) as workers,
-            open_generator(recipe, workers, facts.folder, on_gpu=on_gpu) as (generator, refit),
+            generator_of(recipe, workers, facts.folder, on_gpu=on_gpu, draws=draws) as (generator, refit),
         ):
             train_strategy, logprob_strategy = make_strategies(policy, facts.folder)
             group = PolicyGroup(workers, train_strategy=train_strategy, logprob_strategy=logprob_strategy)
+            inbox = None if generator is None else Inbox(generator)
+            if recipe.grpo and inbox:
+                rollouts = DrawnRollouts(
+                    recipe,
+                    train,
+                    inbox,
+                    tokenizer,
+                    facts.stop_token_ids,
+                    last_step=last,
+                    refit=refit,
+                    check_stop=check_stop,
+                    order=None if source is None else recorded_order(source),
+                )
             parts = Parts(
                 recipe=recipe,
                 tokenizer=tokenizer,
@@ -77,16 +114,34 @@ def open_parts(recipe: Recipe, check_stop: Callable[[str], None]) -> Iterator[tu
                 train=train,
                 validation=validation,
                 environment=environment,
-                generator=generator,
+                inbox=inbox,
+                rollouts=rollouts,
                 policy=group,
                 loss=make_loss(recipe),
                 correction=correction_of(recipe.loss_fn),
                 refit=refit,
                 check_stop=check_stop,
             )
-            yield parts, last, input_digests(facts, tokenizer, train_rows, validation_rows)
+            yield parts, last, inputs
     finally:
         environment.close()
+
+
+@contextmanager
+def generator_of(
+    recipe: Recipe, workers: WorkerGroup, model_folder: Path, *, on_gpu: bool, draws: bool
+) -> Iterator[tuple[Generator | None, Callable[[int], Any]]]:
+    """None, and a refit that does nothing, where nothing is drawn."""
+    if not draws:
+        yield None, lambda version: None
+        return
+    with open_generator(recipe, workers, model_folder, on_gpu=on_gpu) as opened:
+        yield opened
+
+
+def recorded_order(source: RunFolder) -> dict[int, tuple[int, ...]]:
+    """{step, counted from 0: its groups}"""
+    return {step - 1: groups for step, groups in read_arrivals(source).items()}
 
 
 def prompts_of(
@@ -119,6 +174,7 @@ def make_worker(
     optimizer_steps: int,
     needs_reference: bool,
     seed: int,
+    draws: bool = True,
 ) -> Worker:
     from grpo_recipes.generation.megatron.sampler import MegatronSampler
     from grpo_recipes.policy.megatron.trainer import MegatronPolicy
@@ -132,8 +188,8 @@ def make_worker(
         needs_reference=needs_reference,
         seed=seed,
     )
-    if policy.generation.backend == "vllm":
-        return Worker(trainer, None, "vllm")
+    if not draws or policy.generation.backend == "vllm":
+        return Worker(trainer, None, "vllm" if draws else "none")
     copy = WholeModel(policy, model_folder) if needs_copy(policy.megatron_cfg) else None
     sampler = MegatronSampler(
         copy.decoder if copy else trainer.decoder,

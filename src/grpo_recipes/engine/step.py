@@ -10,44 +10,36 @@ from dataclasses import replace
 
 import torch
 
-from grpo_recipes.data.sampler import next_indices
 from grpo_recipes.engine.advantages import group_advantages, zero_variance_groups
 from grpo_recipes.engine.batch import Sample, make_batch, split_evenly
 from grpo_recipes.engine.metrics import (
     expert_load_metrics,
     packing_metrics,
+    refit_throughput,
     reward_metrics,
     rollout_metrics,
     rollout_records,
     training_metrics,
 )
 from grpo_recipes.engine.mismatch import check_limits
-from grpo_recipes.engine.parts import LoopState, Parts, StepOutcome
+from grpo_recipes.engine.parts import Arrival, LoopState, Parts, StepOutcome
 from grpo_recipes.engine.phases import Phases
-from grpo_recipes.engine.rollouts import judge, reward_tensors, roll_out
+from grpo_recipes.engine.rollouts import judge, reward_tensors, to_store
 
 
 def grpo_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
     """Everything from drawing prompts to refit. Returns the state after the step; `parts` carries the weights."""
     recipe = parts.recipe
     grpo, policy, loss_fn = recipe.grpo, recipe.policy, recipe.loss_fn
-    assert grpo is not None
+    assert grpo is not None and parts.rollouts is not None
     per_prompt = grpo.num_generations_per_prompt
-    indices, sampler = next_indices(state.sampler, len(parts.train), grpo.num_prompts_per_step, recipe.data.shuffle)
 
     with phase("generation"):
-        rollouts = roll_out(
-            parts,
-            parts.train,
-            indices,
-            per_prompt=per_prompt,
-            temperature=policy.generation.temperature,
-            step=state.step,
-            run_seed=grpo.seed,
-        )
+        drawn = parts.rollouts.next(state)  # in step with training, ahead of it, or out of a folder
+        rollouts = drawn.rollouts
 
     with phase("reward"):
-        result = judge(parts, rollouts)
+        result = drawn.result or judge(parts, rollouts)
         rewards_GN, valid_GN = reward_tensors(result, per_prompt)
         if grpo.shuffle_rewards:  # the control experiment: the same rewards, for the wrong responses
             order = torch.randperm(rewards_GN.numel(), generator=torch.Generator().manual_seed(grpo.seed + state.step))
@@ -67,7 +59,8 @@ def grpo_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
     metrics = {
         **reward_metrics(rewards_GN, valid_GN, advantages_GN, silent_G, result.errors),
         **rollout_metrics(rollouts),
-        "train/epoch": float(sampler.epoch),
+        **drawn.metrics,
+        "train/epoch": float((state.step + 1) * grpo.num_prompts_per_step // len(parts.train)),
         "train/weight_version": float(state.weight_version),
     }
 
@@ -92,7 +85,7 @@ def grpo_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
 
     version = state.weight_version + sum(not s.skipped for s in stats)
     with phase("refit"):
-        parts.refit(version)
+        refit = parts.rollouts.refit(version)
 
     bad_steps = state.bad_steps if valid_GN.any() else state.bad_steps + 1  # a dead grader teaches nothing
     for s in stats:
@@ -100,9 +93,26 @@ def grpo_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
     generated = sum(len(r.completion.token_ids) for r in rollouts)
     trained = sum(len(s.prompt_ids) + len(s.response_ids) for s in samples)
     throughput = {
-        "generation_tokens_per_s": generated / phase.seconds["generation"],
         "training_tokens_per_s": trained / phase.seconds["policy_training"] if samples else 0.0,
+        **drawn.timing,
+        **refit_throughput(refit),
     }
-    records = rollout_records(rollouts, result, advantages_GN, recipe.logger.num_rollouts_to_keep, parts.tokenizer)
-    after = replace(state, step=state.step + 1, sampler=sampler, weight_version=version, bad_steps=bad_steps)
-    return StepOutcome(after, metrics, throughput, generated + trained, records)
+    if drawn.result is None:
+        throughput["generation_tokens_per_s"] = generated / (drawn.seconds or phase.seconds["generation"])
+    after = replace(
+        state,
+        step=state.step + 1,
+        sampler=drawn.sampler,
+        pending=drawn.pending,
+        weight_version=version,
+        bad_steps=bad_steps,
+    )
+    return StepOutcome(
+        after,
+        metrics,
+        throughput,
+        generated + trained,
+        rollout_records(rollouts, result, advantages_GN, recipe.logger.num_rollouts_to_keep, parts.tokenizer),
+        to_store(drawn.groups, rollouts, result, step=after.step, weight_version=state.weight_version),
+        Arrival(drawn.arrived, drawn.pending) if drawn.arrived else None,
+    )

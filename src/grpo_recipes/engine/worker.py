@@ -26,11 +26,11 @@ class Worker:
 
     Args:
         sampler: the embedded one; None where sampling is another process's.
-        sampler_weights: "shared" with the trainer's model, or those of a "copy", or with "vllm"; for the manifest.
+        sampler_weights: "shared" with the trainer's model, those of a "copy", with "vllm", or "none"; for the manifest.
     """
 
     def __init__(
-        self, policy: Policy, sampler: Sampler | None, sampler_weights: Literal["shared", "copy", "vllm"]
+        self, policy: Policy, sampler: Sampler | None, sampler_weights: Literal["shared", "copy", "vllm", "none"]
     ) -> None:
         self.policy = policy
         self._sampler, self.sampler_weights = sampler, sampler_weights
@@ -85,9 +85,11 @@ class Worker:
     def submit(self, requests: Sequence[Request]) -> None:
         self.sampler.submit(requests)
 
-    def poll(self, most: int) -> list[Completion]:
-        """The next completions, at most so many; none when nothing is outstanding."""
-        return list(itertools.islice(self.sampler.completions(), most))
+    def poll(self, seconds: float) -> list[Completion]:
+        return self.sampler.poll(seconds)
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self.sampler.abort(request_ids)
 
     def resume(self, version: int) -> None:
         self.sampler.resume(version)

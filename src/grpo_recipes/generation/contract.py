@@ -46,6 +46,10 @@ class GeneratorDied(RuntimeError):
     """A process of the generator is gone, and with it the requests it had."""
 
 
+class GeneratorStalled(RuntimeError):
+    """It lives, but what it was asked for does not come."""
+
+
 class Generator(Protocol):
     """What the engine sees: one stream, however many samplers there are behind it."""
 
@@ -54,6 +58,13 @@ class Generator(Protocol):
 
     def completions(self) -> Iterator[Completion]:
         """Yields each completion as it finishes, until no submitted request is outstanding."""
+
+    def poll(self, seconds: float) -> list[Completion]:
+        """What finishes within so many seconds; returns earlier with a part of it, or where nothing is outstanding."""
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Forget these requests, wherever they are: none of them arrives after this. Ids that are not outstanding are
+        ignored."""
 
     def pause(self) -> None:
         """Stop drawing after the current token; unfinished requests keep their state."""

@@ -22,6 +22,7 @@ def recipe_problems(recipe: Recipe) -> list[Problem]:
         *_loss(recipe),
         *_lengths(recipe),
         *_data(recipe),
+        *_asynchrony(recipe),
         *_sizes(recipe),
         *_patterns(recipe),
     ]
@@ -101,6 +102,31 @@ def _loss(recipe: Recipe) -> Iterator[Problem]:
             f"the dual clip {loss.ratio_clip_c} must exceed 1 + ratio_clip_max = {1 + loss.ratio_clip_max}",
             "raise it (3 is usual), or set it to null",
         )
+def _asynchrony(recipe: Recipe) -> Iterator[Problem]:
+    grpo, loss = recipe.grpo, recipe.loss_fn
+    if grpo is None or not grpo.async_grpo.enabled:
+        return
+    where = "grpo.async_grpo"
+    if recipe.policy.generation.backend == "megatron":
+        yield Problem(
+            f"{where}.enabled",
+            "the embedded sampler draws in the trainer's processes, so that it cannot draw while they train",
+            "set policy.generation.backend to vllm, or this to false",
+        )
+    if not loss.use_importance_sampling_correction:
+        yield Problem(
+            f"{where}.enabled",
+            "rollouts of older weights are trained on, and nothing corrects the loss for it",
+            "set loss_fn.use_importance_sampling_correction to true",
+        )
+    if grpo.async_grpo.consumption == "ready_first" and grpo.async_grpo.max_trajectory_age_steps < 2:
+        yield Problem(
+            f"{where}.consumption",
+            "ready_first passes groups over for a step, and max_trajectory_age_steps 1 leaves no step for that",
+            f"set {where}.max_trajectory_age_steps to 2 or more, or consumption to in_order",
+        )
+
+
     yield from _importance(loss)
     for name, limit in loss.mismatch:
         if limit.warn is not None and limit.abort is not None and limit.abort < limit.warn:

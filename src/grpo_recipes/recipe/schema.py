@@ -21,6 +21,23 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
 
+class AsyncConfig(Section):
+    """enabled: rollouts are drawn while the trainer trains. It needs a generator outside the trainer's processes."""
+
+    enabled: bool = False
+    max_trajectory_age_steps: PositiveInt = 1  # steps between the weights that began a rollout and those it trains
+    in_flight_weight_updates: bool = False  # unfinished rollouts go on with new weights; else these wait for them
+    # A step takes the groups that are next in the data, or those that are ready first (within the age).
+    consumption: Literal["in_order", "ready_first"] = "in_order"
+
+
+class DeadlineConfig(Section):
+    """Samples that a step has waited for so long are asked for anew, or left out of their groups."""
+
+    seconds: PositiveFloat | None = None  # of waiting for rollouts in one step; default: no deadline
+    max_replacements: NonNegativeInt = 0  # of a sample, each with a seed and a wait of its own; then it is left out
+
+
 class GRPOConfig(Section):
     """The outer loop."""
 
@@ -39,6 +56,9 @@ class GRPOConfig(Section):
     seed: Seed = 42
     max_bad_steps: NonNegativeInt = 3  # consecutive optimizer steps skipped for a non-finite value before the run stops
     shuffle_rewards: bool = False  # a control: rewards permuted within each batch; nothing can be learnt
+    async_grpo: AsyncConfig = AsyncConfig()
+    rollout_deadline: DeadlineConfig = DeadlineConfig()
+    rollout_watchdog_s: PositiveFloat = 1800.0  # without any rollout arriving, after which the run ends with an error
 
 
 class SFTConfig(Section):
@@ -252,6 +272,7 @@ class LoggerConfig(Section):
     load_of_every_expert: bool = False  # a metric for each expert of each layer, besides the largest and the smallest
     num_rollouts_to_keep: NonNegativeInt = 8  # rollouts written as text per step
 
+    num_rollout_steps_to_store: NonNegativeInt = 2  # last steps of which all rollouts are kept (runs/rollout_store.py)
 
 class ClusterConfig(Section):
     num_nodes: PositiveInt = 1

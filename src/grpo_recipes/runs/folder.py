@@ -31,6 +31,14 @@ class RunFolder:
         return self.path / "recipe.yaml"
 
     @property
+    def mode_path(self) -> Path:
+        return self.path / "mode.json"
+
+    @property
+    def arrivals_path(self) -> Path:
+        return self.path / "arrivals.jsonl"
+
+    @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -56,6 +56,7 @@ def build_manifest(
     inputs: Mapping[str, Any] | None = None,
     backends: Mapping[str, str] | None = None,
     gpus: Sequence[str] = (),
+    mode: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
     """A manifest with its first attempt.
 
@@ -70,6 +71,7 @@ def build_manifest(
             "train_rows" and "validation_rows" (`rows_sha256`).
         backends: what was chosen where there was a choice, e.g. {"attention": "sdpa", "spec": "local"}.
         gpus: one name per GPU; the caller knows, this package never imports torch.
+        mode: whether this is a whole run or a part of one, and of which (runs/mode.py).
     """
     code = code_state()
     return {
@@ -83,6 +85,7 @@ def build_manifest(
             "full": dict(full),
         },
         "command": list(command),
+        "mode": dict(mode or {}),
         "code": code,
         "software": {
             "python": platform.python_version(),

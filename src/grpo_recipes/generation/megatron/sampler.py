@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -84,6 +85,29 @@ class MegatronSampler:
             if self._paused or not self._outstanding:
                 return
             self._draw_one_token()
+
+    def poll(self, seconds: float, most: int = 64) -> list[Completion]:
+        end = time.monotonic() + seconds
+        found: list[Completion] = []
+        while len(found) < most:
+            if self._finished:
+                found.append(self._finished.popleft())
+                self._outstanding.remove(found[-1].request_id)
+            elif self._paused or not self._outstanding or time.monotonic() >= end:
+                break
+            else:
+                self._draw_one_token()
+        return found
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        gone = self._outstanding.intersection(request_ids)
+        self._outstanding -= gone
+        self._queue = deque(request for request in self._queue if request.request_id not in gone)
+        self._finished = deque(completion for completion in self._finished if completion.request_id not in gone)
+        for row, request in enumerate(self._rows.requests):
+            if request.request_id in gone:
+                self._rows.alive_B[row] = False
+        self._compact()
 
     def pause(self) -> None:
         self._paused = True

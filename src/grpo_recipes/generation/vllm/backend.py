@@ -91,6 +91,22 @@ class VllmGenerator:
     def pause(self) -> None:
         self._call("pause")
         self._paused = True
+    def poll(self, seconds: float) -> list[Completion]:
+        if self._outstanding and not self._finished and not self._paused:
+            wait([self._pipe, self._process.sentinel], seconds)
+        while self._outstanding and wait([self._pipe, self._process.sentinel], 0):
+            self._receive(0)
+        found = list(self._finished)
+        self._finished.clear()
+        self._outstanding.difference_update(completion.request_id for completion in found)
+        return found
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        gone = self._outstanding.intersection(request_ids)
+        self._call("abort", sorted(gone))  # what came before the answer is put aside
+        self._outstanding -= gone
+        self._finished = deque(completion for completion in self._finished if completion.request_id not in gone)
+
 
     def resume(self, version: int) -> None:
         self._call("resume", version)

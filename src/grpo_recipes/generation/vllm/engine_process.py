@@ -6,8 +6,10 @@ vLLM starts processes of its own below this one. All are one process group, so t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import queue
 import threading
 import traceback
 from collections.abc import Coroutine
@@ -36,15 +38,40 @@ def main(pipe: Connection, setup: EngineSetup) -> None:
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     os.environ.update(setup.environment)
     try:
-        asyncio.run(_serve(pipe, setup))
+    outbox = Outbox(pipe)
+        asyncio.run(_serve(pipe, outbox, setup))
     except BaseException as error:  # whatever it is, the driver must hear of it
-        pipe.send(Failed(told(error)))
+        outbox.send(Failed(told(error)))
     finally:
         pipe.close()
+        outbox.finish()
         os.killpg(0, signal.SIGKILL)  # vLLM's processes too, whatever state they are in
 
 
 def told(error: BaseException) -> str:
+class Outbox:
+    """Sends in a thread: a driver that is training does not read, and a full pipe must not stop the engine."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send_all, daemon=True)
+        self._thread.start()
+
+    def send(self, message: Any) -> None:
+        self._messages.put(message)
+
+    def finish(self) -> None:
+        """Wait a while for what is to be sent."""
+        self._messages.put(None)
+        self._thread.join(SHUTDOWN_S)
+
+    def _send_all(self) -> None:
+        with contextlib.suppress(OSError):  # the driver has closed its end
+            while (message := self._messages.get()) is not None:
+                self._pipe.send(message)
+
+
     """What the driver is told, in a line; all of it goes to this process's output."""
     traceback.print_exception(error)
     return f"{type(error).__name__}: {error}"
@@ -58,34 +85,35 @@ def _follow_parent(parent_pid: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-async def _serve(pipe: Connection, setup: EngineSetup) -> None:
+async def _serve(pipe: Connection, outbox: Outbox, setup: EngineSetup) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**setup.arguments))
-    session = Session(engine, pipe)
+    session = Session(engine, outbox)
     inbox: asyncio.Queue[Any] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     # A daemon, not an executor of the loop: the end of the loop would wait for its read.
     threading.Thread(target=_read, args=(pipe, loop, inbox), daemon=True).start()
-    pipe.send(Reply(0))
-    drawing: set[asyncio.Task[None]] = set()
+    outbox.send(Reply(0))
     while (message := await inbox.get()) is not None:
         if isinstance(message, BaseException):
             raise message
         if isinstance(message, Submit):
             for request in message.requests:
                 task = asyncio.create_task(session.draw(request))
-                drawing.add(task)
-                task.add_done_callback(partial(_drawn, drawing, inbox))
+                session.drawing[request.request_id] = task
+                task.add_done_callback(partial(_drawn, session.drawing, request.request_id, inbox))
         else:
             await session.answer(message)
     engine.shutdown(timeout=SHUTDOWN_S)  # closed: what is still being drawn has no reader
 
 
-def _drawn(drawing: set[asyncio.Task[None]], inbox: asyncio.Queue[Any], task: asyncio.Task[None]) -> None:
+def _drawn(
+    drawing: dict[int, asyncio.Task[None]], request_id: int, inbox: asyncio.Queue[Any], task: asyncio.Task[None]
+) -> None:
     """An error in one request ends all."""
-    drawing.discard(task)
+    del drawing[request_id]
     if not task.cancelled() and (error := task.exception()) is not None:
         inbox.put_nowait(error)
 
@@ -110,19 +138,21 @@ class EngineDeath(Exception):
 class Session:
     """What the driver may ask of the engine. `version` is that of the weights the next token is drawn by."""
 
-    def __init__(self, engine: AsyncLLM, pipe: Connection) -> None:
-        self.engine, self.pipe = engine, pipe
+    def __init__(self, engine: AsyncLLM, outbox: Outbox) -> None:
+        self.engine, self.outbox = engine, outbox
         self.version, self.paused = 0, False
 
+        self.torn: int | None = None  # version of the refit that broke off
+        self.drawing: dict[int, asyncio.Task[None]] = {}  # by request id
     async def answer(self, call: Call) -> None:
         try:
             value = await self._unless_dead(getattr(self, call.method)(*call.arguments))
         except EngineDeath as death:  # not an answer: the end
             raise death.error from None
         except Exception as error:  # the driver's to see
-            self.pipe.send(Reply(call.number, error=told(error)))
+            self.outbox.send(Reply(call.number, error=told(error)))
         else:
-            self.pipe.send(Reply(call.number, value))
+            self.outbox.send(Reply(call.number, value))
 
     async def _unless_dead(self, work: Coroutine[Any, Any, Any]) -> Any:
         """vLLM leaves a call unanswered for ever if its engine dies meanwhile."""
@@ -144,7 +174,14 @@ class Session:
             logprobs += [at[token].logprob for token, at in zip(part.token_ids, part.logprobs, strict=True)]
             versions += [self.version] * len(part.token_ids)
             reason = part.finish_reason or reason
-        self.pipe.send(Finished(request.request_id, token_ids, logprobs, versions, reason))
+        self.outbox.send(Finished(request.request_id, token_ids, logprobs, versions, reason))
+
+    async def abort(self, request_ids: list[int]) -> None:
+        """None of these is sent after this call's answer."""
+        tasks = [self.drawing[request_id] for request_id in request_ids if request_id in self.drawing]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def pause(self) -> None:
         self.paused = True
