@@ -20,6 +20,7 @@ from grpo_recipes.errors import UserError  # noqa: E402
 
 if TYPE_CHECKING:
     from grpo_recipes.recipe.compose import ResolvedRecipe
+    from grpo_recipes.runs.mode import Mode
 
 # pydantic looks for plugins in every installed distribution, which takes a tenth of the time of `show`.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -85,9 +86,25 @@ def recipe(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Go on with this run.", autocompletion=_run_names)
     ] = None,
+    rollout_only: Annotated[
+        bool, typer.Option("--rollout-only", help="Write every step's rollouts; take no optimizer step.")
+    ] = False,
+    train_only: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Train on the rollouts of this run; draw none.", autocompletion=_run_names),
+    ] = None,
+    replay: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="Take the groups of each step as this asynchronous run did.",
+            autocompletion=_run_names,
+        ),
+    ] = None,
 ) -> None:
     """Run a recipe."""
     gc.enable()
+    mode = _mode(rollout_only, train_only, replay, resume)
     if resume is not None:
         resolved, folder = _resumed(name, overrides or [], run_dir, resume)
     else:
@@ -95,13 +112,14 @@ def recipe(
 
         resolved = resolve(name, overrides or [])
         folder = run_dir or _new_run_dir(resolved.name)
+        mode.check(resolved.recipe)
     if executor == "local":
         from grpo_recipes.recipe.model_folder import check_model
 
         check_model(resolved.recipe.policy)
     from grpo_recipes.launch.run import launch
 
-    raise typer.Exit(launch(resolved, folder, executor=executor, resume=resume is not None, dry_run=dry_run))
+    raise typer.Exit(launch(resolved, folder, executor=executor, resume=resume is not None, dry_run=dry_run, mode=mode))
 
 
 @app.command()
@@ -311,6 +329,25 @@ def experiment(ctx: typer.Context) -> None:
 def _one_of(option: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise UserError(f"{value!r} is not known", where=option, mend=f"one of {', '.join(known)}")
+
+
+def _mode(rollout_only: bool, train_only: str | None, replay: str | None, resume: str | None) -> Mode:
+    from grpo_recipes.runs.mode import Mode
+
+    asked = {"--rollout-only": rollout_only or None, "--train-only": train_only, "--replay": replay, "--resume": resume}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise UserError(
+            f"{' and '.join(given)} exclude one another",
+            where=given[0],
+            mend="give one of them; a run that is resumed stays what it was",
+        )
+    if rollout_only:
+        return Mode("rollout-only")
+    source = train_only or replay
+    if source is None:
+        return Mode()
+    return Mode("train-only" if train_only else "replay", str(_run_path(source).absolute()))
 
 
 def _resumed(name: str, overrides: list[str], run_dir: Path | None, run: str) -> tuple[ResolvedRecipe, Path]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from grpo_recipes.cluster.contract import WorkerDied
 from grpo_recipes.engine.interrupt import Interrupted, stop_requests
 from grpo_recipes.errors import UserError
-from grpo_recipes.generation.contract import GeneratorDied
+from grpo_recipes.generation.contract import GeneratorDied, GeneratorStalled
 from grpo_recipes.recipe.compose import load_resolved
 from grpo_recipes.runs.folder import RunFolder, next_attempt, open_run, write_pid
 
@@ -59,6 +59,7 @@ def main(path: Path) -> int:
         except (
             WorkerDied,
             GeneratorDied,
+            GeneratorStalled,
         ) as error:  # what it was doing is in the log of that process, not in a traceback of this one
             return finish(reporter, "failed", f"error: {error}", CRASHED)
         except Exception as error:

@@ -22,6 +22,7 @@ from grpo_recipes.launch.profile import Profile, load_profile, nemorun_home
 from grpo_recipes.launch.stop import StopForwarder
 from grpo_recipes.recipe.locate import recipes_folder
 from grpo_recipes.runs.folder import RunFolder, create_run, open_run, process_alive
+from grpo_recipes.runs.mode import WHOLE, Mode, write_mode
 
 if TYPE_CHECKING:
     from grpo_recipes.recipe.compose import ResolvedRecipe
@@ -41,6 +42,7 @@ def launch(
     resume: bool = False,
     dry_run: bool = False,
     job: tuple[str, ...] = JOB,
+    mode: Mode = WHOLE,
 ) -> int:
     """Run a recipe to its end and return an exit status.
 
@@ -50,6 +52,7 @@ def launch(
         executor: name or path of a profile (launch/profile.py).
         dry_run: print what would be launched and return.
         job: the command that is given the run folder as its last argument.
+        mode: of a new run: whole, or which part.
 
     Returns:
         0: finished. 130: interrupted, and can be resumed. Else what the job exited with.
@@ -63,9 +66,11 @@ def launch(
     out = Console(highlight=False, markup=False, soft_wrap=True)
     if dry_run:
         _print_plan(out, resolved, path, executor, profile, command)
+        if mode.kind != "whole":
+            out.print(f"part of a run: {' '.join(mode.options())}")
         return 0
     _check_home()
-    folder = _reopen(path, resolved) if resume else _create(path, resolved)
+    folder = _reopen(path, resolved) if resume else _create(path, resolved, mode)
     out.print(f"run folder: {path}")
     out.print("starting (NeMo-Run takes some seconds to load)")
     try:
@@ -106,10 +111,11 @@ def _check_home() -> None:
         )
 
 
-def _create(path: Path, resolved: ResolvedRecipe | None) -> RunFolder:
+def _create(path: Path, resolved: ResolvedRecipe | None, mode: Mode) -> RunFolder:
     if resolved is None:
         raise ValueError("a new run needs a recipe")
     folder = create_run(path)
+    write_mode(folder, mode)
     folder.recipe_path.write_text(resolved.to_yaml(), encoding="utf-8")
     return folder
 

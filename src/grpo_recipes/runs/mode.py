@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from grpo_recipes.errors import UserError
+from grpo_recipes.recipe.schema import Recipe
 from grpo_recipes.runs.files import read_json_object, write_atomically
-from grpo_recipes.runs.folder import RunFolder
+from grpo_recipes.runs.folder import RunFolder, open_run
 
 Kind = Literal["whole", "rollout-only", "train-only", "replay"]
 KINDS = ("whole", "rollout-only", "train-only", "replay")
@@ -21,6 +22,25 @@ class Mode:
 
     kind: Kind = "whole"
     source: str | None = None  # absolute path of a run folder
+
+    def check(self, recipe: Recipe) -> None:
+        """Raises UserError where the recipe has no such parts."""
+        if self.kind == "whole":
+            return
+        if recipe.grpo is None:
+            raise UserError(
+                "only GRPO has rollouts, and this recipe trains on reference answers",
+                where=f"--{self.kind}",
+                mend="leave it out",
+            )
+        if self.kind == "replay" and not recipe.grpo.async_grpo.enabled:
+            raise UserError(
+                "without asynchrony the groups of a step are always the same",
+                where="--replay",
+                mend="leave it out, or give the overrides of the asynchronous run",
+            )
+        if self.source is not None:
+            open_run(self.source)
 
     def options(self) -> list[str]:
         """Of `nemo-run recipe`."""
