@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_recipes.generation.sync.contract import RefitError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,10 +19,6 @@ if TYPE_CHECKING:
 
 PLAN = "plan.json"  # {name: shape}; written last, so that a folder without it is known to be incomplete
 SHOWN = 3  # tensors that an error names
-
-
-class RefitError(RuntimeError):
-    """New weights did not arrive as they were sent."""
 
 
 def write_folder(
