@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_recipes.engine.mismatch import check_limits, combine, mismatch_sums
-from grpo_recipes.errors import UserError
+from grpo_recipes.engine.mismatch import BatchRefused, check_limits, combine, mismatch_sums
 from grpo_recipes.policy.contract import Batch, empty_batch
 from grpo_recipes.recipe.schema import MismatchLimits
 
@@ -54,6 +53,7 @@ def test_replicas_add_up_and_idle_ones_say_nothing():
     assert parts.metrics() == pytest.approx(whole.metrics())
     assert [w.sequence for w in parts.worst] == [w.sequence for w in whole.worst] == [1, 0]
     assert parts.worst[0].error == pytest.approx((1 + math.e) / 2, rel=1e-5)
+    assert parts.worst[0].logprobs.tolist() == pytest.approx([-0.5, -2.0])  # the trainer's, of generated tokens
     assert combine([idle]).token_mult_prob_error == 0.0  # of no token
 
 
@@ -67,15 +67,17 @@ def test_what_a_correction_masks_is_counted():
 
 def test_a_limit_warns_or_ends_the_run():
     found = combine([mismatch_sums(batch())])  # token_mult_prob_error 1.57
-    assert check_limits(found, MismatchLimits(token_mult_prob_error={"warn": 2.0, "abort": 3.0}), 7) == []
-    [warning] = check_limits(found, MismatchLimits(token_mult_prob_error={"warn": 1.5}), 7)
-    assert "step 7" in warning and "1.572" in warning and "worst responses of the batch: 1 (1.86, 2 tokens)" in warning
-    with pytest.raises(UserError, match="was not trained on") as caught:
-        check_limits(found, MismatchLimits(sequence_mult_prob_error_max={"abort": 1.8}), 7)
+    rows = [31, 17]  # of the training data
+    assert check_limits(found, MismatchLimits(token_mult_prob_error={"warn": 2.0, "abort": 3.0}), 7, rows) == []
+    [warning] = check_limits(found, MismatchLimits(token_mult_prob_error={"warn": 1.5}), 7, rows)
+    assert "step 7" in warning and "1.572" in warning and "prompts of rows 17 (error 1.86, 2 tokens)" in warning
+    with pytest.raises(BatchRefused, match="was not trained on") as caught:
+        check_limits(found, MismatchLimits(sequence_mult_prob_error_max={"abort": 1.8}), 7, rows)
     assert "loss_fn.mismatch.sequence_mult_prob_error_max.abort = 1.8" in str(caught.value)
 
 
 def test_a_value_that_is_no_number_is_above_every_limit():
-    found = combine([mismatch_sums(batch((math.nan, 0.0, 0.0, 0.0)))])
-    with pytest.raises(UserError):
-        check_limits(found, MismatchLimits(token_mult_prob_error={"abort": 100.0}), 1)
+    found = combine([mismatch_sums(batch()), mismatch_sums(batch((math.nan, 0.0, 0.0, 0.0)))])
+    assert math.isnan(found.logprob_diff_max) and math.isnan(found.sequence_mult_prob_error_max)
+    with pytest.raises(BatchRefused):
+        check_limits(found, MismatchLimits(token_mult_prob_error={"abort": 100.0}), 1, [0, 0])

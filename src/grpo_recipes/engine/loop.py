@@ -12,6 +12,7 @@ from grpo_recipes.data.sampler import SamplerState
 from grpo_recipes.engine.checkpoint import CheckpointStore
 from grpo_recipes.engine.evaluate import evaluate
 from grpo_recipes.engine.interrupt import Interrupted, StopRequest
+from grpo_recipes.engine.mismatch import BatchRefused
 from grpo_recipes.engine.parts import LoopState, Parts, StepOutcome
 from grpo_recipes.engine.phases import Phases
 from grpo_recipes.engine.rollout_step import rollout_step
@@ -142,9 +143,14 @@ def run_loop(
             phases = Phases(enter, parts.policy.peak_memory)
             start = time.perf_counter()
             outcome = step(parts, state, phases)
-        except Interrupted:
+        except (Interrupted, BatchRefused) as stopped:
+            if isinstance(stopped, BatchRefused) and stopped.outcome is not None:
+                reporter.keep(stopped.outcome)  # to be looked into, with the weights before it
             save()
             saver.finish()
+            raise
+        except UserError:
+            saver.finish()  # what was begun is whole on disk before the run ends
             raise
         state, metric = outcome.state, None
         seconds = time.perf_counter() - start

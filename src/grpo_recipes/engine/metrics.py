@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from grpo_recipes.engine.mismatch import Mismatch
+from grpo_recipes.engine.mismatch import Mismatch, WorstSequence
 from grpo_recipes.engine.packing import PackingStats
 from grpo_recipes.engine.rollouts import Rollout
 from grpo_recipes.environments.contract import StepResult
@@ -123,8 +123,11 @@ def rollout_records(
     advantages_GN: Tensor,
     most: int,
     tokenizer: PreTrainedTokenizerBase,
+    worst: Mapping[int, WorstSequence],
 ) -> list[RolloutRecord]:
-    """The first `most` rollouts as a person reads them."""
+    """The first `most` rollouts as a person reads them, and, if any are wanted, those of which sampler and trainer
+    differ most: `worst`, by place among the rollouts."""
+    shown = range(min(most, len(rollouts)))
     advantages = advantages_GN.view(-1).tolist()
     per_prompt = advantages_GN.shape[1]
     return [
@@ -140,6 +143,10 @@ def rollout_records(
             answer=rollout.example.answer,
             error=result.errors[n] or "",
             group=n // per_prompt,
+            row=rollout.example.index,
+            trainer_logprobs=tuple(worst[n].logprobs.tolist()) if n in worst else (),
+            mult_prob_error=worst[n].error if n in worst else None,
         )
-        for n, rollout in enumerate(rollouts[:most])
+        for n in (*shown, *(n for n in sorted(worst) if most and n not in shown))
+        for rollout in (rollouts[n],)
     ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,16 +15,27 @@ from grpo_recipes.errors import UserError
 from grpo_recipes.policy.contract import Batch
 from grpo_recipes.recipe.schema import MismatchLimits
 
+if TYPE_CHECKING:
+    from grpo_recipes.engine.parts import StepOutcome
+
 WORST = 5  # sequences that a batch names
 
 
 @dataclass(frozen=True)
 class WorstSequence:
-    """sequence: its place in the batch. error: mean over its generated tokens of exp|trainer - sampler logprob|."""
+    """sequence: its place in the batch. error: mean over its generated tokens of exp|trainer - sampler logprob|.
+    logprobs: float32 [tokens], by the trainer."""
 
     sequence: int
     error: float
     tokens: int
+    logprobs: Tensor
+
+
+class BatchRefused(UserError):
+    """Sampler and trainer are too far apart; the batch is not trained on. The step adds what is to be kept of it."""
+
+    outcome: StepOutcome | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ class Mismatch:
     worst: tuple[WorstSequence, ...]
 
     def metrics(self) -> dict[str, float]:
-        return {f"train/{name}": value for name, value in asdict(self).items() if name != "worst"}
+        return {f"train/{field.name}": getattr(self, field.name) for field in fields(self) if field.name != "worst"}
 
 
 def mismatch_sums(batch: Batch) -> MismatchSums:
@@ -91,6 +103,7 @@ def mismatch_sums(batch: Batch) -> MismatchSums:
     masked_S = torch.stack([part.sum() for part in masked_T.split(lengths_S.tolist())])
     # Of the mixture m, with the sampler's logprob as zero: log((1 + exp d) / 2).
     m = torch.logaddexp(torch.zeros_like(d), d) - math.log(2)
+    old_S, drawn_masks_S = (part.split(lengths_S.tolist()) for part in (batch.old_logprobs, mask_T))
     worst = errors_S.topk(min(WORST, len(errors_S))).indices.tolist()
     return MismatchSums(
         tokens=len(d),
@@ -105,7 +118,11 @@ def mismatch_sums(batch: Batch) -> MismatchSums:
         masked_sequences=int(((masked_S == drawn_S) & (drawn_S > 0)).sum()),
         max_difference=float(d.abs().max()) if len(d) else 0.0,
         max_weight=float(weights.max()) if len(d) else 0.0,
-        worst=tuple(WorstSequence(n, float(errors_S[n]), int(drawn_S[n])) for n in worst if drawn_S[n]),
+        worst=tuple(
+            WorstSequence(n, float(errors_S[n]), int(drawn_S[n]), old_S[n][drawn_masks_S[n]])
+            for n in worst
+            if drawn_S[n]
+        ),
     )
 
 
@@ -120,39 +137,49 @@ def combine(parts: Sequence[MismatchSums]) -> Mismatch:
     def mean(name: str) -> float:
         return float(sum(getattr(part, name) for part in parts)) / tokens
 
-    worst = sorted((w for part in parts for w in part.worst), key=lambda w: (-w.error, w.sequence))[:WORST]
+    def largest(values: Iterable[float]) -> float:
+        return max(values, key=lambda value: (math.isnan(value), value))
+
+    # A value that is no number is the worst of all.
+    worst = sorted(
+        (w for part in parts for w in part.worst), key=lambda w: (not math.isnan(w.error), -w.error, w.sequence)
+    )[:WORST]
     return Mismatch(
         token_mult_prob_error=mean("mult_prob_error"),
         gen_kl_error=mean("gen_kl_error"),
         policy_kl_error=mean("policy_kl_error"),
         js_divergence_error=mean("js_divergence_error"),
         sampling_importance_ratio=mean("importance_ratio"),
-        logprob_diff_max=max(part.max_difference for part in parts),
+        logprob_diff_max=largest(part.max_difference for part in parts),
         sequence_mult_prob_error_max=worst[0].error if worst else 1.0,
         importance_weight_mean=mean("weight"),
-        importance_weight_max=max(part.max_weight for part in parts),
+        importance_weight_max=largest(part.max_weight for part in parts),
         masked_token_fraction=mean("masked_tokens"),
         masked_sequence_fraction=sum(p.masked_sequences for p in parts) / max(1, sum(p.sequences for p in parts)),
         worst=tuple(worst),
     )
 
 
-def check_limits(mismatch: Mismatch, limits: MismatchLimits, step: int) -> list[str]:
+def check_limits(mismatch: Mismatch, limits: MismatchLimits, step: int, rows: Sequence[int]) -> list[str]:
     """Warnings about a batch that is about to be trained on.
 
+    Args:
+        rows: of the training data, for each sequence of the batch.
+
     Raises:
-        UserError: a value is above what the recipe lets pass, or is not a number.
+        BatchRefused: a value is above what the recipe lets pass, or is not a number.
     """
-    worst = ", ".join(f"{w.sequence} ({w.error:.3g}, {w.tokens} tokens)" for w in mismatch.worst[:3])
+    worst = ", ".join(f"{rows[w.sequence]} (error {w.error:.3g}, {w.tokens} tokens)" for w in mismatch.worst[:3])
     warnings = []
     for name, limit in limits:
         value = getattr(mismatch, name)
-        said = f"step {step}: {name} of sampler and trainer is {value:.4g}, worst responses of the batch: {worst}"
+        said = f"step {step}: {name} of sampler and trainer is {value:.4g}, worst for the prompts of rows {worst}"
         if limit.abort is not None and not value <= limit.abort:
-            raise UserError(
+            raise BatchRefused(
                 f"{said}; the batch was not trained on",
                 where=f"loss_fn.mismatch.{name}.abort = {limit.abort:g}",
-                mend="nemo-run report shows these responses; see docs/mismatch.md for what to look at first",
+                mend=f"`nemo-run diagnose RUN --step {step}` says what makes the difference, "
+                "`nemo-run report RUN` shows the worst responses",
             )
         if limit.warn is not None and not value <= limit.warn:
             warnings.append(f"{said} (loss_fn.mismatch.{name}.warn = {limit.warn:g})")

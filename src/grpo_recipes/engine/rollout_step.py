@@ -42,7 +42,7 @@ def rollout_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
         throughput={"generation_tokens_per_s": generated / phase.seconds["generation"]},
         tokens=generated,
         records=rollout_records(
-            drawn.rollouts, result, advantages_GN, recipe.logger.num_rollouts_to_keep, parts.tokenizer
+            drawn.rollouts, result, advantages_GN, recipe.logger.num_rollouts_to_keep, parts.tokenizer, worst={}
         ),
         stored=to_store(drawn.groups, drawn.rollouts, result, step=state.step + 1, weight_version=state.weight_version),
     )

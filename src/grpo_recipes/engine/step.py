@@ -21,7 +21,7 @@ from grpo_recipes.engine.metrics import (
     rollout_records,
     training_metrics,
 )
-from grpo_recipes.engine.mismatch import check_limits
+from grpo_recipes.engine.mismatch import BatchRefused, WorstSequence, check_limits
 from grpo_recipes.engine.parts import Arrival, LoopState, Parts, StepOutcome
 from grpo_recipes.engine.phases import Phases
 from grpo_recipes.engine.rollouts import judge, reward_tensors, to_store
@@ -68,12 +68,33 @@ def grpo_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
     planned = grpo.num_prompts_per_step * per_prompt // policy.train_global_batch_size
     optimizer_steps = split_evenly(len(samples), planned)
     stats = []
+    worst: dict[int, WorstSequence] = {}
+
+    def outcome(after: LoopState, throughput: dict[str, float], tokens: int) -> StepOutcome:
+        kept = recipe.logger.num_rollouts_to_keep
+        return StepOutcome(
+            after,
+            metrics,
+            throughput,
+            tokens,
+            rollout_records(rollouts, result, advantages_GN, kept, parts.tokenizer, worst),
+            to_store(drawn.groups, rollouts, result, step=after.step, weight_version=state.weight_version),
+            Arrival(drawn.arrived, drawn.pending) if drawn.arrived else None,
+        )
+
     if samples:
         batch = make_batch(samples, optimizer_steps, token_level=loss_fn.token_level_loss)
         metrics |= packing_metrics(parts.policy.load_batch(batch, optimizer_steps))
         with phase("logprobs"):
             mismatch = parts.policy.compute_logprobs(parts.correction)
-        for warning in check_limits(mismatch, loss_fn.mismatch, state.step + 1):
+        worst = {chosen[w.sequence]: w for w in mismatch.worst}
+        try:
+            rows = [rollouts[n].example.index for n in chosen]
+            warnings = check_limits(mismatch, loss_fn.mismatch, state.step + 1, rows)
+        except BatchRefused as refused:
+            refused.outcome = outcome(replace(state, step=state.step + 1), {}, 0)._replace(arrival=None)
+            raise
+        for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         if loss_fn.reference_policy_kl_penalty > 0:
             with phase("reference_logprobs"):
@@ -107,12 +128,4 @@ def grpo_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
         weight_version=version,
         bad_steps=bad_steps,
     )
-    return StepOutcome(
-        after,
-        metrics,
-        throughput,
-        generated + trained,
-        rollout_records(rollouts, result, advantages_GN, recipe.logger.num_rollouts_to_keep, parts.tokenizer),
-        to_store(drawn.groups, rollouts, result, step=after.step, weight_version=state.weight_version),
-        Arrival(drawn.arrived, drawn.pending) if drawn.arrived else None,
-    )
+    return outcome(after, throughput, generated + trained)

@@ -92,7 +92,7 @@ def page(
         _section("Learning", f'<div class="wide">{_learning(rows, band)}</div>'),
         _section("Where the time goes", _time(rows)),
         _section("Peak memory by phase", _memory(rows)),
-        _section("Sampler against trainer", _mismatch(rows)),
+        _section("Sampler against trainer", _mismatch(rows) + _worst(folder)),
         _section("Optimisation", _grid(rows, DYNAMICS)),
         _section("Rollouts", _rollouts(folder)),
         _section("Manifest", _manifest(manifest)),
@@ -266,6 +266,17 @@ def _mismatch(rows: Sequence[MetricsRow]) -> str:
     note = "The same tokens, judged by both at the same temperature with the weights that sampled them."
     charts = _grid(rows, MISMATCH)
     return charts and f'<p class="soft small">{note}</p>{charts}'
+
+
+def _worst(folder: RunFolder) -> str:
+    """The responses of the last step that have it on record, of which sampler and trainer differ most."""
+    for step in reversed(rollout_steps(folder)):
+        measured = [r for r in read_rollouts(folder, step) if r.mult_prob_error is not None]
+        if measured:
+            measured.sort(key=lambda r: -(r.mult_prob_error or 0.0))
+            cards = "".join(map(rollout_card, measured[:3]))
+            return f"<details><summary>Worst responses of step {step}</summary><div>{cards}</div></details>"
+    return ""
 
 
 def _drawn(rows: Sequence[MetricsRow], name: str) -> list[tuple[int, float]]:

@@ -34,6 +34,10 @@ def rollout_card(rollout: Rollout) -> str:
     if rollout.trainer_logprobs and len(rollout.trainer_logprobs) == len(rollout.logprobs):
         gap = max(abs(a - b) for a, b in zip(rollout.logprobs, rollout.trainer_logprobs, strict=True))
         facts.append(f"largest difference to the trainer {number(gap)}")
+    if rollout.mult_prob_error is not None:
+        facts.append(f"mean exp |difference| {number(rollout.mult_prob_error)}")
+    if rollout.row is not None:
+        facts.append(f"row {rollout.row}")
     if rollout.answer:
         facts.append(f"answer: {safe(rollout.answer)}")
     if rollout.error:

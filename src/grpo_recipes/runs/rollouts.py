@@ -12,6 +12,8 @@ from grpo_recipes.errors import UserError
 from grpo_recipes.runs.files import decode_float, encode_float, write_atomically
 from grpo_recipes.runs.folder import RunFolder
 
+OPTIONAL = ("reward", "advantage", "mult_prob_error")  # numbers that may be absent
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -29,6 +31,9 @@ class Rollout:
     answer: str = ""  # the reference answer
     error: str = ""  # why there is no reward
     group: int | None = None  # rollouts of one prompt share it
+    row: int | None = None  # of the training data
+    # Mean over R of exp|trainer - sampler logprob|, of the step's worst rollouts only; they have trainer_logprobs, too.
+    mult_prob_error: float | None = None
 
 
 def write_rollouts(folder: RunFolder, step: int, items: Sequence[Rollout]) -> Path:
@@ -60,7 +65,7 @@ def _path(folder: RunFolder, step: int) -> Path:
 def _encode(item: Rollout) -> dict[str, Any]:
     """Plain data; logprobs also summed up, for readers who only glance."""
     values = asdict(item)
-    for name in ("reward", "advantage"):
+    for name in OPTIONAL:
         values[name] = None if values[name] is None else encode_float(values[name])
     for name in ("logprobs", "trainer_logprobs"):
         values[name] = [encode_float(value) for value in values[name]]
@@ -74,8 +79,8 @@ def _decode(line: str, where: str) -> Rollout:
     try:
         values = json.loads(line)
         values.pop("logprob_stats", None)
-        for name in ("reward", "advantage"):
-            values[name] = None if values[name] is None else decode_float(values[name])
+        for name in OPTIONAL:
+            values[name] = None if values.get(name) is None else decode_float(values[name])
         for name in ("logprobs", "trainer_logprobs"):
             values[name] = tuple(decode_float(value) for value in values[name])
         for name in ("token_ids", "tokens"):
