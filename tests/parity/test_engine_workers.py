@@ -149,7 +149,7 @@ def test_four_ranks_in_two_replicas():
         sampling = Sampling(1.0, 2, ())
         requests = [Request(n, (1,), n, sampling) for n in range(6)]
         assert [c.token_ids.tolist() for c in generate(generator, requests)] == [[r, 0] for r in (0, 1, 1, 2, 3, 3)]
-        generator.refit(7)
+        workers.call("refit", 7)
         assert workers.call("weights") == [{"tensor0": 4.0, "tensor1": 4.0}] * 4
         assert [c.token_ids[1].item() for c in generate(generator, requests[:1])] == [7]
 

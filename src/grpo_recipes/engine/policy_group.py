@@ -134,10 +134,6 @@ class EmbeddedGenerator:
     def abort(self, request_ids: Sequence[int]) -> None:
         self.workers.call("abort", request_ids)
 
-    def refit(self, version: int) -> None:
-        """Bring the trainer's weights to the samplers, as this version. No tensor passes through the driver."""
-        self.workers.call("refit", version)
-
     def pause(self) -> None:
         self.workers.call("pause")
 

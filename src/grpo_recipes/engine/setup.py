@@ -198,7 +198,7 @@ def make_worker(
         take_weights=copy.take if copy else None,
         device=placement.device,
     )
-    worker = Worker(trainer, sampler, "copy" if copy else "shared")
+    worker = Worker(trainer, sampler, "copy" if copy else "shared", copy.held if copy else None)
     worker.refit(0)
     return worker
 

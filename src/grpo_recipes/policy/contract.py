@@ -65,6 +65,19 @@ def empty_batch() -> Batch:
     )
 
 
+def batch_of_prompt(token_ids: Sequence[int]) -> Batch:
+    """One sequence that is only read."""
+    zeros = torch.zeros(len(token_ids))
+    return Batch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        lengths=torch.tensor([len(token_ids)]),
+        mask=torch.zeros(len(token_ids), dtype=torch.bool),
+        weights=zeros,
+        advantages=zeros,
+        sampler_logprobs=zeros,
+    )
+
+
 @dataclass(frozen=True)
 class LossInputs:
     """What a loss may look at: a whole microbatch (all its tokens, also under context parallelism)."""
@@ -145,8 +158,8 @@ class Policy(Protocol):
     def train(self, microbatches: Sequence[Batch], loss: Loss) -> TrainStats:
         """Forward, backward and one optimizer step."""
 
-    def logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
-        """float32 [T] on the CPU for each microbatch, by the current weights."""
+    def logprobs(self, microbatches: Sequence[Batch], *, temperature: float | None = None) -> list[Tensor]:
+        """float32 [T] on the CPU for each microbatch, by the current weights; at the sampling temperature unless said."""
 
     def reference_logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
         """As `logprobs`, by the weights the run started from."""

@@ -23,9 +23,26 @@ def recipe_problems(recipe: Recipe) -> list[Problem]:
         *_lengths(recipe),
         *_data(recipe),
         *_asynchrony(recipe),
+        *_refit(recipe),
         *_sizes(recipe),
         *_patterns(recipe),
     ]
+
+
+def _refit(recipe: Recipe) -> Iterator[Problem]:
+    generation = recipe.policy.generation
+    where, transport = "policy.generation.refit.transport", generation.refit.transport
+    if transport == "auto":
+        return
+    if generation.backend == "megatron":
+        yield Problem(
+            where,
+            f"is {transport}, and the embedded sampler lives in the trainer's processes: nothing is transported",
+            "set it to auto, or policy.generation.backend to vllm",
+        )
+    elif recipe.cluster.num_nodes > 1 and transport != "broadcast":
+        what = "a handle names memory" if transport == "ipc" else "the folder is on a disk"
+        yield Problem(where, f"{what} of one machine, and there are several", "set it to auto or broadcast")
 
 
 def _algorithm(recipe: Recipe) -> Iterator[Problem]:

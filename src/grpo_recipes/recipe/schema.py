@@ -189,6 +189,7 @@ class GenerationConfig(Section):
     )
     max_batch_size: PositiveInt = 512  # sequences decoded at once
     vllm_cfg: dict[str, Any] = Field(default_factory=dict)  # arguments of vLLM's engine (recipe/vllm.py)
+    refit: RefitConfig = RefitConfig()
 
 
 class PolicyConfig(Section):

@@ -35,6 +35,7 @@ DERIVED = {
     "load_format": "the trainer hands its weights over",
     "use_fp64_gumbel": "a batch of greedy and drawn samples would lose its seeds on a CPU",
     "enable_sleep_mode": "it follows from the device",
+    "worker_extension_cls": "the trainer's weights arrive through it",
     "runner": "the model generates",
     "convert": "the model generates",
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_recipes.errors import UserError
 from grpo_recipes.generation.vllm.messages import EngineSetup
+from grpo_recipes.generation.vllm.weights_worker import EXTENSION
 from grpo_recipes.recipe.schema import PolicyConfig
 from grpo_recipes.recipe.vllm import vllm_version
 
@@ -89,6 +90,7 @@ def engine_setup(policy: PolicyConfig, folder: Path, *, on_gpu: bool, threads: i
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # not the model's own sampling settings
         "use_fp64_gumbel": True,
+        "worker_extension_cls": EXTENSION,
     }
     return EngineSetup(arguments, environment(on_gpu=on_gpu, threads=threads))
 

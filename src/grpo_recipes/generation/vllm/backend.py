@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import multiprocessing
 import os
 import shutil
@@ -49,6 +50,8 @@ class VllmGenerator:
         self._outstanding: set[int] = set()
         self._finished: deque[Completion] = deque()
         self._paused, self._number, self._ended = False, START, ""
+        sizes = [setup.arguments.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data")]
+        self.receivers: int = math.prod(sizes)  # vLLM's workers, each of which takes the weights
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
         # Not daemonic: a daemon may have no children, and vLLM's engine starts some.
@@ -88,9 +91,6 @@ class VllmGenerator:
                 return
             self._receive(None)
 
-    def pause(self) -> None:
-        self._call("pause")
-        self._paused = True
     def poll(self, seconds: float) -> list[Completion]:
         if self._outstanding and not self._finished and not self._paused:
             wait([self._pipe, self._process.sentinel], seconds)
@@ -107,6 +107,9 @@ class VllmGenerator:
         self._outstanding -= gone
         self._finished = deque(completion for completion in self._finished if completion.request_id not in gone)
 
+    def pause(self) -> None:
+        self._call("pause")
+        self._paused = True
 
     def resume(self, version: int) -> None:
         self._call("resume", version)
@@ -126,21 +129,44 @@ class VllmGenerator:
         finally:
             shutil.rmtree(folder)
 
-    def load_folder(self, folder: Path, version: int) -> None:
+    def load_folder(self, folder: Path, version: int, *, certify: bool = False) -> list[dict[str, Any]]:
         """Take the weights that `write_folder` left there, forget every cached prefix, and take `version`.
+
+        Returns what each of vLLM's workers says (weights_worker.WeightsFromTrainer).
 
         Raises:
             RefitError: the weights are not what the plan says, or vLLM could not load them; with the reason.
         """
+        self.start_call("load_folder", folder, version, certify)
+        return self.finish_refit(version)
+
+    def start_take(self, address: tuple[Any, ...], version: int, certify: bool) -> None:
+        """As `load_folder`, by a link (generation.sync.link) whose sender waits at `address`; returns at once.
+        `finish_refit` must follow."""
+        self.start_call("take_weights", address, version, certify)
+
+    def finish_refit(self, version: int) -> list[dict[str, Any]]:
+        """What `load_folder` returns, or raises."""
         try:
-            self._call("load_folder", folder, version)
+            return self.finish_call()
         except CallFailed as error:
             raise RefitError(f"weights of version {version} did not reach vLLM: {error}") from None
 
+    def probe(self, sequences: list[list[int]]) -> list[list[float]]:
+        """For each sequence the logprob of every token but the first, at temperature 1, by the current weights."""
+        return self._call("probe", sequences)
+
     # -- the process -------------------------------------------------------------------------------------------
     def _call(self, method: str, *arguments: Any) -> Any:
+        self.start_call(method, *arguments)
+        return self.finish_call()
+
+    def start_call(self, method: str, *arguments: Any) -> None:
+        """One at a time; `finish_call` waits for its answer."""
         self._number += 1
         self._send(Call(self._number, method, arguments))
+
+    def finish_call(self) -> Any:
         return self._await_reply()
 
     def _await_reply(self) -> Any:

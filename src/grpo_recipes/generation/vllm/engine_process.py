@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import queue
+import signal
 import threading
 import traceback
 from collections.abc import Coroutine
@@ -37,18 +37,17 @@ def main(pipe: Connection, setup: EngineSetup) -> None:
     os.setsid()  # the driver can end the whole group, and Ctrl-C reaches only the driver
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     os.environ.update(setup.environment)
-    try:
     outbox = Outbox(pipe)
+    try:
         asyncio.run(_serve(pipe, outbox, setup))
     except BaseException as error:  # whatever it is, the driver must hear of it
         outbox.send(Failed(told(error)))
     finally:
-        pipe.close()
         outbox.finish()
+        pipe.close()
         os.killpg(0, signal.SIGKILL)  # vLLM's processes too, whatever state they are in
 
 
-def told(error: BaseException) -> str:
 class Outbox:
     """Sends in a thread: a driver that is training does not read, and a full pipe must not stop the engine."""
 
@@ -72,6 +71,7 @@ class Outbox:
                 self._pipe.send(message)
 
 
+def told(error: BaseException) -> str:
     """What the driver is told, in a line; all of it goes to this process's output."""
     traceback.print_exception(error)
     return f"{type(error).__name__}: {error}"
@@ -141,9 +141,9 @@ class Session:
     def __init__(self, engine: AsyncLLM, outbox: Outbox) -> None:
         self.engine, self.outbox = engine, outbox
         self.version, self.paused = 0, False
-
         self.torn: int | None = None  # version of the refit that broke off
         self.drawing: dict[int, asyncio.Task[None]] = {}  # by request id
+
     async def answer(self, call: Call) -> None:
         try:
             value = await self._unless_dead(getattr(self, call.method)(*call.arguments))
@@ -197,16 +197,47 @@ class Session:
     async def wake(self) -> None:
         await self.engine.wake_up()
 
-    async def load_folder(self, folder: Path, version: int) -> None:
-        """New weights for whatever is drawn from now on; unfinished requests are read again by them."""
+    async def load_folder(self, folder: Path, version: int, certify: bool = False) -> list[dict[str, Any]]:
+        """As `take_weights`, from what `write_folder` wrote."""
         check_folder(folder)
+        return await self._take("take_folder", version, str(folder), certify)
+
+    async def take_weights(self, address: tuple[Any, ...], version: int, certify: bool) -> list[dict[str, Any]]:
+        """New weights by a link, for whatever is drawn from now on; unfinished requests are read again by them.
+        Returns what weights_worker.WeightsFromTrainer says, of each of vLLM's workers."""
+        return await self._take("take_weights", version, list(address), certify)
+
+    async def _take(self, method: str, version: int, *arguments: Any) -> list[dict[str, Any]]:
+        """If loading raises, some layers have no weights: the engine stays paused, and must be started anew."""
+        if self.torn is not None:
+            raise RuntimeError(f"the engine was left without weights by refit {self.torn}, and must be started anew")
         await self.engine.pause_generation(mode="keep", clear_cache=False)
-        await self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        self.torn = version
+        found = await self.engine.collective_rpc(method, args=arguments)
+        self.torn = None
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its prefix cache: prompts would be read by the old weights")
         self.version = version
         if not self.paused:
             await self.engine.resume_generation()
+        return found
+
+    async def probe(self, sequences: list[list[int]]) -> list[list[float]]:
+        """For each sequence the logprob of every token but the first, at temperature 1."""
+        if self.paused:
+            await self.engine.resume_generation()
+        found = await asyncio.gather(*(self._read(number, tokens) for number, tokens in enumerate(sequences)))
+        if self.paused:
+            await self.engine.pause_generation(mode="keep", clear_cache=False)
+        return found
+
+    async def _read(self, number: int, tokens: list[int]) -> list[float]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        async for output in self.engine.generate({"prompt_token_ids": tokens}, params, f"probe {number}"):
+            read = output.prompt_logprobs
+        return [at[token].logprob for token, at in zip(tokens[1:], read[1:], strict=True)]
 
 
 def sampling_params(request: Request) -> Any:

@@ -92,9 +92,13 @@ class DTensorPolicy:
         return TrainStats(total, grad_norm, learning_rate, skipped, sums, maxima)
 
     @torch.no_grad()
-    def logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
+    def logprobs(self, microbatches: Sequence[Batch], *, temperature: float | None = None) -> list[Tensor]:
         self._memory.onload("weights")
-        found = [self._forward(batch)[0].cpu() for batch in microbatches]
+        sampling, self.temperature = self.temperature, temperature or self.temperature
+        try:
+            found = [self._forward(batch)[0].cpu() for batch in microbatches]
+        finally:
+            self.temperature = sampling
         # No backward pass frees what the last one gathered, and by the next one other weights may lie below it.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):

@@ -123,6 +123,12 @@ class Weights:
             for piece in self.pieces[name]:
                 yield piece.name, piece.of(whole)
 
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face name and tensor of a model that is whole on this rank. Not collective."""
+        for name, parameter in self.parameters.items():
+            for piece in self.pieces[name]:
+                yield piece.name, piece.of(parameter.detach())
+
 
 def local_part(parameter: Tensor) -> Tensor:
     """What this rank holds, sharing its memory."""

@@ -128,12 +128,16 @@ class MegatronPolicy:
         load = self._expert_load.shares() if self._expert_load is not None else ()
         return TrainStats(total, grad_norm, learning_rate, skipped, sums, maxima, load)
 
-    def logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:
+    def logprobs(self, microbatches: Sequence[Batch], *, temperature: float | None = None) -> list[Tensor]:
         self._memory.onload("weights")
         for chunk in self.model:
             chunk.eval()
-        with torch.no_grad():
-            found = self._run(microbatches, None)
+        sampling, self.temperature = self.temperature, temperature or self.temperature
+        try:
+            with torch.no_grad():
+                found = self._run(microbatches, None)
+        finally:
+            self.temperature = sampling
         return _from_last_stage(found)
 
     def reference_logprobs(self, microbatches: Sequence[Batch]) -> list[Tensor]:

@@ -208,6 +208,13 @@ class WeightMap:
                 tensors = self._spread(tensors, shapes, dtype, self.groups.ep, home.expert_rank)
             yield from zip(rule.hf, self._spread(tensors, shapes, dtype, self.groups.pp, home.stage), strict=True)
 
+    @torch.no_grad()
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face name and tensor of a model that is whole on this rank. Not collective."""
+        for placed in self.placed.values():
+            if not placed.is_copy:
+                yield from zip(placed.rule.hf, self._whole(placed, torch.Tensor.detach), strict=True)
+
     def _whole(self, placed: Placed, of: Callable[[torch.nn.Parameter], Tensor]) -> list[Tensor]:
         """The Hugging Face tensors of a parameter that this rank holds a part of."""
         whole = of(placed.parameter)

@@ -3,7 +3,7 @@ computes in fewer bits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +73,10 @@ class WholeModel:
     def take(self, bucket: Mapping[str, Tensor]) -> None:
         """Full tensors by Hugging Face name, as `Policy.weight_buckets` yields them; all buckets make a refit."""
         self.weights.take(bucket)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that it computes with, by Hugging Face name."""
+        return self.weights.held()
 
     def decoder(self, *, max_batch_size: int, max_sequence_length: int) -> Decoder:
         return Decoder(self.built, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
