@@ -17,10 +17,17 @@ class ThreadGenerator:
     Args:
         tokens: all that is drawn for a request; None: it never comes.
         tick_s: seconds per token.
+        wait: ticks before the first token of a request.
     """
 
-    def __init__(self, tokens: Callable[[Request], Sequence[int] | None], tick_s: float = 0.001) -> None:
-        self.tokens, self.tick_s = tokens, tick_s
+    def __init__(
+        self,
+        tokens: Callable[[Request], Sequence[int] | None],
+        tick_s: float = 0.001,
+        wait: Callable[[Request], int] = lambda request: 0,
+    ) -> None:
+        self.tokens, self.tick_s, self.wait = tokens, tick_s, wait
+        self.waits: dict[int, int] = {}  # ticks left, by id
         self.lock = threading.Condition()
         self.active: dict[int, tuple[Sequence[int] | None, list[int]]] = {}  # by id: tokens, versions so far
         self.finished: list[Completion] = []
@@ -33,7 +40,8 @@ class ThreadGenerator:
             time.sleep(self.tick_s)
             with self.lock:
                 for request_id, (tokens, versions) in [] if self.paused else list(self.active.items()):
-                    if tokens is None:
+                    self.waits[request_id] -= 1
+                    if tokens is None or self.waits[request_id] >= 0:
                         continue
                     versions.append(self.version)
                     if len(versions) == len(tokens):
@@ -49,6 +57,7 @@ class ThreadGenerator:
             for request in requests:
                 assert request.request_id not in self.active
                 self.active[request.request_id] = self.tokens(request), []
+                self.waits[request.request_id] = self.wait(request)
 
     def poll(self, seconds: float) -> list[Completion]:
         with self.lock:

@@ -223,6 +223,25 @@ def test_an_abandoned_iterator_loses_nothing(model):
     assert list(sampler.completions()) == []
 
 
+def test_aborted_requests_never_arrive_and_others_are_drawn_as_before(model):
+    wanted = {c.request_id: c.token_ids.tolist() for c in generate(sampler_of(model)[0], requests_of(12))}
+    sampler, _ = sampler_of(model, max_batch_size=8)  # four are in its queue
+    sampler.submit(requests_of(12))
+    assert sampler.poll(0.0) == []
+    first = next(sampler.completions())
+    gone = [n for n in (0, 3, 7, 11, 99) if n != first.request_id]
+    sampler.abort(gone)
+    found = [first]
+    while more := sampler.poll(1.0, most=2):
+        assert len(more) <= 2
+        found += more
+    assert sorted(c.request_id for c in found) == [n for n in range(12) if n not in gone]
+    assert all(c.token_ids.tolist() == wanted[c.request_id] for c in found)
+    sampler.submit(requests_of(1))  # the id is free again
+    sampler.abort([0])
+    assert sampler.poll(1.0) == [] and list(sampler.completions()) == []
+
+
 def disturb(model):
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):

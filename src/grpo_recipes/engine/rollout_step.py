@@ -39,7 +39,10 @@ def rollout_step(parts: Parts, state: LoopState, phase: Phases) -> StepOutcome:
             bad_steps=0 if valid_GN.any() else state.bad_steps + 1,
         ),
         metrics=metrics,
-        throughput={"generation_tokens_per_s": generated / phase.seconds["generation"]},
+        throughput={
+            "generation_tokens_per_s": generated / (drawn.seconds or phase.seconds["generation"]),
+            **drawn.timing,
+        },
         tokens=generated,
         records=rollout_records(
             drawn.rollouts, result, advantages_GN, recipe.logger.num_rollouts_to_keep, parts.tokenizer, worst={}
