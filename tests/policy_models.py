@@ -145,18 +145,41 @@ def reference_gradients(model: Any, batch: Batch, temperature: float) -> dict[st
     return published(model.config.model_type, found)
 
 
-def gradients(policy: Any, microbatches: list[Batch]) -> dict[str, Tensor]:
-    """Of policy_gradient_loss by the trainer, by Hugging Face name; on one process."""
-    from grpo_recipes.policy.hf.mapping import split
+def make_policy(
+    backend: str,
+    folder: Path,
+    cfg: dict[str, Any] | None = None,
+    *,
+    optimizer: dict[str, Any] | None = None,
+    scheduler: dict[str, Any] | None = None,
+    temperature: float = 1.0,
+    steps: int = 20,
+    needs_reference: bool = False,
+    **changes: Any,
+) -> Any:
+    """The trainer of that name on a model's folder.
 
-    policy.model[0].train()
-    policy.model[0].zero_grad_buffer()
-    policy._run(microbatches, policy_gradient_loss)
-    weights = policy.weights
-    found: dict[str, Tensor] = {}
-    for placed in weights.placed.values():
-        parts = split(placed.rule.kind, placed.parameter.main_grad, weights.heads, weights.vocab_size)
-        found |= {name: part.clone() for name, part in zip(placed.rule.hf, parts, strict=True)}
+    Args:
+        cfg: further keys of its own section of the recipe.
+        changes: other keys of `policy`.
+    """
+    megatron = {"optimizer": optimizer or {"lr": 1e-2, "weight_decay": 0.1}, "scheduler": scheduler or {}}
+    if backend == "megatron":
+        from grpo_recipes.policy.megatron.trainer import MegatronPolicy as Trainer
+
+        sections: dict[str, Any] = {"megatron_cfg": {**megatron, **(cfg or {})}}
+    else:
+        from grpo_recipes.policy.dtensor.trainer import DTensorPolicy as Trainer
+
+        sections = {"megatron_cfg": {**megatron, "enabled": False}, "dtensor_cfg": {"enabled": True, **(cfg or {})}}
+    config = policy_config(folder, **sections, **changes)
+    return Trainer(config, temperature, steps, folder, needs_reference=needs_reference)
+
+
+def gradients(policy: Any, microbatches: list[Batch]) -> dict[str, Tensor]:
+    """Of policy_gradient_loss by the trainer, by Hugging Face name."""
+    policy.accumulate(microbatches, policy_gradient_loss)
+    found: dict[str, Tensor] = policy.gradients()
     return found
 
 

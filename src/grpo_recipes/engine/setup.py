@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from grpo_recipes.cluster.contract import Placement, WorkerGroup
 from grpo_recipes.cluster.world import find_world, start_workers
@@ -41,6 +41,11 @@ from grpo_recipes.runs.mode import WHOLE, Mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from grpo_recipes.policy.dtensor.decode import WholeModel as DTensorWholeModel
+    from grpo_recipes.policy.dtensor.trainer import DTensorPolicy
+    from grpo_recipes.policy.megatron.trainer import MegatronPolicy
+    from grpo_recipes.policy.megatron.whole_model import WholeModel as MegatronWholeModel
 
 
 @contextmanager
@@ -177,10 +182,8 @@ def make_worker(
     draws: bool = True,
 ) -> Worker:
     from grpo_recipes.generation.megatron.sampler import MegatronSampler
-    from grpo_recipes.policy.megatron.trainer import MegatronPolicy
-    from grpo_recipes.policy.megatron.whole_model import WholeModel, needs_copy
 
-    trainer = MegatronPolicy(
+    trainer = trainer_class(policy)(
         policy,
         temperature=policy.generation.temperature,
         total_optimizer_steps=optimizer_steps,
@@ -190,9 +193,9 @@ def make_worker(
     )
     if not draws or policy.generation.backend == "vllm":
         return Worker(trainer, None, "vllm" if draws else "none")
-    copy = WholeModel(policy, model_folder) if needs_copy(policy.megatron_cfg) else None
+    copy = copy_for_sampling(policy, model_folder, placement.device)
     sampler = MegatronSampler(
-        copy.decoder if copy else trainer.decoder,
+        copy.decoder if copy else cast("MegatronPolicy", trainer).decoder,
         max_batch_size=policy.generation.max_batch_size,
         max_positions=max_positions,
         take_weights=copy.take if copy else None,
@@ -203,17 +206,43 @@ def make_worker(
     return worker
 
 
+def trainer_class(policy: PolicyConfig) -> type[MegatronPolicy] | type[DTensorPolicy]:
+    """The one that the recipe enables."""
+    if policy.dtensor_cfg.enabled:
+        from grpo_recipes.policy.dtensor.trainer import DTensorPolicy
+
+        return DTensorPolicy
+    from grpo_recipes.policy.megatron.trainer import MegatronPolicy
+
+    return MegatronPolicy
+
+
+def copy_for_sampling(
+    policy: PolicyConfig, model_folder: Path, device: str
+) -> MegatronWholeModel | DTensorWholeModel | None:
+    """A whole model for the embedded sampler; None where it samples from the trainer's own."""
+    if policy.dtensor_cfg.enabled:
+        from grpo_recipes.policy.dtensor.decode import WholeModel as DTensorWholeModel
+
+        return DTensorWholeModel(policy, model_folder, device)
+    from grpo_recipes.policy.megatron.whole_model import WholeModel as MegatronWholeModel
+    from grpo_recipes.policy.megatron.whole_model import needs_copy
+
+    return MegatronWholeModel(policy, model_folder) if needs_copy(policy.megatron_cfg) else None
+
+
 def make_strategies(policy: PolicyConfig, model_folder: Path) -> tuple[Strategy, Strategy]:
     """Which sequences run together in training, and in logprob passes."""
-    cfg, packing, dynamic = policy.megatron_cfg, policy.sequence_packing, policy.dynamic_batching
-    align = alignment_of(cfg)
+    packing, dynamic, megatron = policy.sequence_packing, policy.dynamic_batching, policy.megatron_cfg
+    align = alignment_of(megatron if megatron.enabled else policy.dtensor_cfg)
+    pipeline = megatron.enabled and megatron.pipeline_model_parallel_size > 1
     shape = model_shape(read_json(model_folder / "config.json"))
     cost = partial(sequence_cost, shape=shape)
 
     def strategy(sequences: int, packed_tokens: int | None, dynamic_tokens: int | None) -> Strategy:
         default = policy.max_total_sequence_length * sequences
         if packing.enabled:
-            return Packed(packed_tokens or default, align, cost, pipeline=cfg.pipeline_model_parallel_size > 1)
+            return Packed(packed_tokens or default, align, cost, pipeline=pipeline)
         if dynamic.enabled:
             return Similar(dynamic_tokens or default, dynamic.sequence_length_round, align, cost)
         return Counted(sequences, align, cost)

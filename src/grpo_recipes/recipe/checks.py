@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from grpo_recipes.recipe.dtensor import trainer_problems
 from grpo_recipes.recipe.problems import Problem
 from grpo_recipes.recipe.schema import DataConfig, DatasetConfig, GRPOConfig, LossConfig, PolicyConfig, Recipe
 
@@ -50,10 +51,7 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("grpo, sft", "both are set", "a recipe trains in one way: set one of them to null")
     if not recipe.grpo and not recipe.sft:
         yield Problem("grpo, sft", "neither is set", "set grpo (or, for a supervised warm start, sft)")
-    if not recipe.policy.megatron_cfg.enabled:
-        yield Problem(
-            "policy.megatron_cfg.enabled", "is false, and Megatron-Core is the only trainer", "set it to true"
-        )
+    yield from trainer_problems(recipe)
 
 
 def _nodes(recipe: Recipe) -> Iterator[Problem]:

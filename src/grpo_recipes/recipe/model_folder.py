@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_recipes.errors import UserError
 from grpo_recipes.recipe.architecture import check_architecture
+from grpo_recipes.recipe.dtensor import model_problems
 from grpo_recipes.recipe.layout import layout_problems
 from grpo_recipes.recipe.locate import recipes_folder
 from grpo_recipes.recipe.model_flops import model_shape
@@ -89,7 +90,10 @@ def check_model(policy: PolicyConfig) -> ModelFacts:
     )
     config = _config(folder)
     _refuse_own_code(folder, config, policy.trust_remote_code)
-    raise_problems(layout_problems(policy.megatron_cfg, model_shape(config)), "the parallel layout of this model")
+    shape = model_shape(config)
+    own = policy.dtensor_cfg
+    layout = model_problems(own, shape) if own.enabled else layout_problems(policy.megatron_cfg, shape)
+    raise_problems(list(layout), "the parallel layout of this model")
     if policy.initial_weights == "pretrained":
         _check_weights(folder, config)
     positions = _number(config, "max_position_embeddings", folder)

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_recipes.recipe.checks import recipe_problems
+from grpo_recipes.recipe.dtensor import dtensor_problems
 from grpo_recipes.recipe.layout import parallel_problems
 from grpo_recipes.recipe.leaves import get
 from grpo_recipes.recipe.megatron import megatron_problems
@@ -32,13 +33,15 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str], subject: str
         raise_problems([*problems, *_megatron_alone(values)], subject)
         raise
     fields = megatron_problems(recipe.policy.megatron_cfg)
-    combinations = [] if fields else _combinations(recipe)
+    combinations = [*dtensor_problems(recipe), *([] if fields else _combinations(recipe))]
     raise_problems([*fields, *combinations, *vllm_problems(recipe.policy), *recipe_problems(recipe)], subject)
     return recipe
 
 
 def _combinations(recipe: Recipe) -> list[Problem]:
-    """Of policy.megatron_cfg, whose single fields are valid."""
+    """Of policy.megatron_cfg, whose single fields are valid. A section that is not enabled says nothing."""
+    if not recipe.policy.megatron_cfg.enabled:
+        return []
     return [*parallel_problems(recipe), *setting_problems(recipe.policy, on_gpus=recipe.cluster.gpus_per_node > 0)]
 
 
