@@ -13,7 +13,7 @@ from grpo_recipes.engine.drawn_rollouts import DrawnRollouts
 from grpo_recipes.engine.inbox import Inbox
 from grpo_recipes.engine.loop import state_from_json, state_to_json
 from grpo_recipes.engine.parts import LoopState, Prompts
-from grpo_recipes.engine.rollouts import judge, to_store
+from grpo_recipes.engine.rollouts import answer_each, judge, to_store
 from grpo_recipes.environments.contract import Example, StepResult
 from grpo_recipes.errors import UserError
 from grpo_recipes.generation.contract import GeneratorStalled, Sampling
@@ -263,22 +263,25 @@ def test_what_was_left_out_is_neither_judged_nor_an_error(trainer):
 
 
 def test_an_evaluation_shares_the_generator_with_rollouts_in_flight(trainer):
-    from grpo_recipes.engine.rollouts import answer_each
-
     run = trainer(*AHEAD)
     run.step()  # step 1's are in flight
     run.by_seed |= {sample_seed(SEED, 1 << 32, n, 0): (10**6, n, 0) for n in range(3)}
     parts = SimpleNamespace(
         inbox=run.source.inbox,
-        recipe=SimpleNamespace(policy=SimpleNamespace(generation=SimpleNamespace(max_new_tokens=5))),
+        recipe=resolve(
+            "tiny_arith", (*AHEAD, "policy.generation.max_new_tokens=4", "grpo.rollout_watchdog_s=1")
+        ).recipe,
         stop_token_ids=(1,),
         tokenizer=run.source.tokenizer,
         check_stop=lambda phase: None,
     )
     found = answer_each(parts, TRAIN, 3, temperature=0.0, step=1 << 32, seed=SEED)
     assert [r.example.index for r in found] == [0, 1, 2]
-    assert run.generator.asked[-1].sampling == Sampling(0.0, 5, (1,))
+    assert run.generator.asked[-1].sampling == Sampling(0.0, 4, (1,))
     assert run.step().groups == (4, 5, 6, 7)
+    run.slow[10**6, 1, 0] = None
+    with pytest.raises(GeneratorStalled, match=r"missing in the evaluation: problems 1$"):
+        answer_each(parts, TRAIN, 3, temperature=0.0, step=1 << 32, seed=SEED)
 
 
 @pytest.mark.parametrize(

@@ -209,14 +209,11 @@ class DrawnRollouts:
 
     def _receive(self, seconds: float) -> bool:
         """Whether anything came."""
-        start = self.clock()
         found = self.inbox.take(self._group_of.keys(), seconds)
         for completion in found:
             group = self._group_of.pop(completion.request_id)
             asked = group.waiting.pop(completion.request_id)
             self._settle(group, asked, completion)
-        if not found and self.clock() - start < seconds / 2:  # it has nothing outstanding: do not ask without pause
-            time.sleep(seconds / 2)
         return bool(found)
 
     def _settle(self, group: Group, asked: Asked, completion: Completion) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 
 from grpo_recipes.generation.contract import Completion, Generator, Request
@@ -21,8 +22,11 @@ class Inbox:
     def take(self, request_ids: Collection[int], seconds: float) -> list[Completion]:
         """Those of these requests that have arrived, in order of arrival; waits up to so many seconds for the first."""
         if self._arrived.keys().isdisjoint(request_ids):
-            for completion in self.generator.poll(seconds):
-                self._arrived[completion.request_id] = completion
+            start = time.monotonic()
+            arrived = self.generator.poll(seconds)
+            self._arrived |= {completion.request_id: completion for completion in arrived}
+            if not arrived and time.monotonic() - start < seconds / 2:  # it has nothing outstanding, as it believes
+                time.sleep(seconds / 2)
         found = [request_id for request_id in self._arrived if request_id in request_ids]
         return [self._arrived.pop(request_id) for request_id in found]
 

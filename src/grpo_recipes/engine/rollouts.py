@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from grpo_recipes.environments.contract import Example, StepResult
-from grpo_recipes.generation.contract import Completion, Request, Sampling
+from grpo_recipes.generation.contract import Completion, GeneratorStalled, Request, Sampling
 from grpo_recipes.generation.seeds import sample_seed
+from grpo_recipes.recipe.schema import GRPOConfig, Recipe
 from grpo_recipes.runs.rollout_store import FINISH_REASONS, StoredRollouts
 
 if TYPE_CHECKING:
@@ -40,16 +42,29 @@ def answer_each(
     parts.inbox.submit(requests)
     done: dict[int, Completion] = {}
     waiting = {request.request_id for request in requests}
+    heard = time.monotonic()
     while waiting:
         parts.check_stop("generation")
         found = parts.inbox.take(waiting, POLL_S)
         done |= {completion.request_id: completion for completion in found}
         waiting -= done.keys()
+        now = time.monotonic()
+        if found:
+            heard = now
+        elif now - heard >= watchdog_s(parts.recipe):
+            raise GeneratorStalled(
+                f"nothing has come from the generator for {now - heard:.0f} s (grpo.rollout_watchdog_s); missing in the "
+                f"evaluation: problems {', '.join(str(-1 - n) for n in sorted(waiting, reverse=True)[:20])}"
+            )
     texts = parts.tokenizer.batch_decode([done[r.request_id].token_ids for r in requests], skip_special_tokens=True)
     return [
         Rollout(prompts.examples[n], request.prompt_ids, done[request.request_id], text, request.seed)
         for n, (request, text) in enumerate(zip(requests, texts, strict=True))
     ]
+
+
+def watchdog_s(recipe: Recipe) -> float:
+    return (recipe.grpo or GRPOConfig(max_num_steps=1)).rollout_watchdog_s
 
 
 def judge(parts: Parts, rollouts: Sequence[Rollout]) -> StepResult:
