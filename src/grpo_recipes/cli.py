@@ -306,6 +306,53 @@ def certify_layout(
     )
 
 
+@certify_app.command("refit")
+def certify_refit(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME[@vN]]",
+            help="A recipe, the path of a YAML file, or a folder with a config.json.",
+            autocompletion=_recipe_names,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    layout: Annotated[
+        str | None, typer.Option(help="The trainer's layout, such as tp2.pp2.sp. Default: the recipe's, sizes 2.")
+    ] = None,
+    transport: Annotated[str, typer.Option(help="ipc, broadcast or safetensors.")] = "ipc",
+    family: Annotated[
+        str | None, typer.Option(help="Instead of a recipe: llama, qwen2, qwen3, qwen3_moe or mixtral.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    output: Annotated[Path | None, typer.Option(help="Folder for refit_certificate.json.")] = None,
+    plant: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Show that the trainer's weights arrive at vLLM, bit for bit, twice: 0 they do, 1 they do not."""
+    gc.enable()
+    _one_of("--transport", transport, ("ipc", "broadcast", "safetensors"))
+    _one_of("--device", device, ("auto", "cpu", "cuda"))
+    _one_of("--precision", precision, ("float32", "bfloat16"))
+    if family is not None and name is not None and "=" in name:  # no recipe: the first argument is an override, too
+        name, overrides = None, [name, *(overrides or [])]
+    from grpo_recipes.proof.refit_certificate.command import run
+
+    raise typer.Exit(
+        run(
+            name,
+            overrides or [],
+            family=family,
+            layout=layout,
+            transport=transport,  # type: ignore[arg-type]  # checked above
+            device=device,  # type: ignore[arg-type]
+            precision=precision,  # type: ignore[arg-type]
+            output=output,
+            plant=plant,
+        )
+    )
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

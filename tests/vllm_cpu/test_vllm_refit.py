@@ -8,51 +8,33 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
 
 from grpo_recipes.cluster.inline import InlineGroup
 from grpo_recipes.engine.refit import EngineRefit
-from grpo_recipes.engine.worker import Worker
 from grpo_recipes.generation.sync.contract import RefitError
 from grpo_recipes.generation.vllm.arguments import engine_setup
 from grpo_recipes.generation.vllm.backend import VllmGenerator
-from policy_models import VOCAB, policy_config, policy_gradient_loss, random_batch, write_llama
+from grpo_recipes.proof.refit_certificate.worker import RefitWorker, twins
+from policy_models import VOCAB, policy_config, write_llama
 
 LENGTH = 128
-NAMES = {
-    "up": "model.layers.1.mlp.up_proj.weight",
-    "gate": "model.layers.1.mlp.gate_proj.weight",
-    "down": "model.layers.0.mlp.down_proj.weight",
-    "embedding": "model.embed_tokens.weight",
-}
+TENSORS = 21
+EMBEDDING = "model.embed_tokens.weight"
 
 
-class FaultyWorker(Worker):
-    """Sends something else than it holds."""
-
-    plant = ""
-    old: dict[str, torch.Tensor]
+class Trainer(RefitWorker):
+    """With two more faults than a certificate can plant."""
 
     def outgoing_buckets(self):
         for bucket in super().outgoing_buckets():
-            changed = dict(bucket)
-            if self.plant == "skipped":
-                changed.pop(NAMES["up"], None)
-            elif self.plant == "old":
-                changed = {name: self.old[name] for name in bucket}
-            elif self.plant == "swapped":
-                changed[NAMES["up"]], changed[NAMES["gate"]] = bucket[NAMES["gate"]], bucket[NAMES["up"]]
-            elif self.plant == "rows":
-                order = list(range(len(bucket[NAMES["down"]])))
-                changed[NAMES["down"]] = bucket[NAMES["down"]][[1, 0, *order[2:]]]
-            elif self.plant == "element":
-                changed[NAMES["embedding"]] = bucket[NAMES["embedding"]].clone()
-                changed[NAMES["embedding"]][-1, -1] += 1e-3
-            yield changed
+            if self.plant == "element" and EMBEDDING in bucket:
+                bucket[EMBEDDING] = bucket[EMBEDDING].clone()
+                bucket[EMBEDDING][-1, -1] += 1e-3
+            yield bucket
 
     def probe_logprobs(self, sequences):
         if self.plant == "probe":  # as if the two models computed something different
-            self.policy.train([random_batch(4, seed=7)], policy_gradient_loss)
+            self.step()
         return super().probe_logprobs(sequences)
 
 
@@ -78,7 +60,7 @@ def worker(folder, policy):
     trainer = MegatronPolicy(
         policy, temperature=0.7, total_optimizer_steps=20, model_folder=folder, needs_reference=False, seed=0
     )
-    return FaultyWorker(trainer, None, "vllm")
+    return Trainer(trainer)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +72,7 @@ def generator(folder, policy):
 
 @pytest.fixture
 def make_refit(worker, generator):
-    worker.plant = ""
+    worker.plant = None
     group = InlineGroup(lambda placement: worker)
 
     def make(transport="ipc", certify="first_two"):
@@ -107,13 +89,8 @@ def make_refit(worker, generator):
     return make
 
 
-def step(worker, seed=0):
-    """Not trivial: every tensor moves."""
-    before = {n: t.clone() for b in worker.policy.weight_buckets() for n, t in b.items()}
-    worker.policy.train([random_batch(4, seed=seed)], policy_gradient_loss)
-    after = {n: t for b in worker.policy.weight_buckets() for n, t in b.items()}
-    assert all(not torch.equal(before[n], after[n]) for n in before)
-    worker.old = before
+def step(worker):
+    assert len(worker.step()) == TENSORS  # not trivial: every tensor moves
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast", "safetensors"])
@@ -122,9 +99,9 @@ def test_the_first_two_refits_are_certified_and_the_third_is_not(make_refit, wor
     refit = make_refit(transport)
     size = sum(t.nbytes for b in worker.policy.weight_buckets() for t in b.values())
     for version, certified in ((1, True), (2, True), (3, False)):
-        step(worker, version)
+        step(worker)
         stats = refit(version)
-        assert stats.certified is certified and stats.bytes == size and stats.tensors == 21 and stats.seconds > 0
+        assert stats.certified is certified and stats.bytes == size and stats.tensors == TENSORS and stats.seconds > 0
         if certified:
             assert 0 < stats.largest_gap < 1e-4
             # What vLLM's CPU build packs; all else was looked at where it lives.
@@ -135,28 +112,31 @@ def test_the_first_two_refits_are_certified_and_the_third_is_not(make_refit, wor
 @pytest.mark.parametrize(
     ("plant", "named"),
     [
-        ("old", ["model.embed_tokens.weight differs", "and 16 more"]),
-        ("swapped", [f"{NAMES['up']} differs", f"{NAMES['gate']} differs"]),
-        ("rows", [f"{NAMES['down']} differs"]),
-        ("element", [f"{NAMES['embedding']} differs"]),
+        ("old_weights", [f"{EMBEDDING} differs", "and 16 more"]),
+        ("swapped_tensors", ["{0} differs", "{1} differs"]),
+        ("swapped_rows", ["{0} differs"]),
+        ("second_refit", ["lm_head.weight differs"]),
+        ("element", [f"{EMBEDDING} differs"]),
     ],
 )
 def test_wrong_weights_are_found_and_named(make_refit, worker, transport, plant, named):
     """Covers: stale or corrupt weights after a refit, which nothing else shows but a falling reward."""
     refit = make_refit(transport)
-    step(worker, 4)
+    step(worker)
     refit(4)
-    step(worker, 5)
+    worker._steps = 1
+    step(worker)
     worker.plant = plant  # in the second refit
     with pytest.raises(RefitError, match="refit 5") as raised:
         refit(5)
-    assert all(words in str(raised.value) for words in named)
-    assert (str(raised.value).count(" differs (")) == (5 if plant == "old" else len(named))
+    both = twins(worker.policy.weight_plan())
+    assert all(words.format(*both) in str(raised.value) for words in named)
+    assert (str(raised.value).count(" differs (")) == (5 if plant == "old_weights" else len(named))
 
 
 def test_without_a_certificate_nothing_is_seen(make_refit, worker):
     """So the tests above can fail."""
-    worker.plant = "rows"
+    worker.plant = "swapped_rows"
     assert make_refit(certify="never")(6).certified is False
 
 
@@ -178,11 +158,11 @@ def test_a_missing_tensor_is_named_within_seconds_and_the_engine_says_that_it_is
     refit = make_refit()
     worker.plant = "skipped"
     began = time.monotonic()
-    with pytest.raises(RefitError, match=f"{NAMES['up']} is missing") as raised:
+    with pytest.raises(RefitError, match=r"lm_head\.weight is missing") as raised:
         refit(10)
     assert time.monotonic() - began < 30
-    assert f"the trainer: {NAMES['up']} is missing" in str(raised.value.__notes__)  # the engine heard of it, too
-    worker.plant = ""
+    assert "the trainer: lm_head.weight is missing" in str(raised.value.__notes__)  # the engine heard of it, too
+    worker.plant = None
     with pytest.raises(RefitError, match="0 of 1 workers of samplers connected") as raised:
         refit(11)
     assert "left without weights by refit 10" in str(raised.value.__notes__)

@@ -156,7 +156,7 @@ def _check_settings(plan: Plan) -> None:
                 where="--layout",
                 mend="name layouts without etp, or certify on GPUs",
             )
-        policy = _policy(plan, layout, Path("model"))
+        policy = policy_of(plan, layout, Path("model"))
         problems = megatron_problems(policy.megatron_cfg) or setting_problems(policy, on_gpus=plan.device == "cuda")
         raise_problems(problems, f"layout {layout}")
 
@@ -209,7 +209,7 @@ class Bench:
         job = Job(
             number=self.pool.next_job(),
             processes=layout.processes,
-            policy=_policy(self.plan, layout, self.checkpoint),
+            policy=policy_of(self.plan, layout, self.checkpoint),
             checkpoint=self.checkpoint,
             reference=self.reference,
             small=allowed.small,
@@ -228,7 +228,7 @@ class Bench:
         ]
 
 
-def _policy(plan: Plan, layout: Layout, checkpoint: Path) -> PolicyConfig:
+def policy_of(plan: Plan, layout: Layout, checkpoint: Path) -> PolicyConfig:
     from grpo_recipes.proof.certificate.reference import LENGTHS, OPTIMIZER, TEMPERATURE
 
     megatron = {
