@@ -8,12 +8,14 @@ import pytest
 
 from grpo_recipes.engine.checkpoint import CheckpointStore
 from grpo_recipes.engine.export import export_checkpoint, find_checkpoint
+from grpo_recipes.engine.setup import trainer_class
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.contract import empty_batch
-from grpo_recipes.policy.megatron.trainer import MegatronPolicy
 from grpo_recipes.recipe.compose import resolve
 from grpo_recipes.runs.folder import create_run
 from policy_models import policy_gradient_loss, random_batch, write_model
+
+DTENSOR = ["policy.megatron_cfg.enabled=false", "policy.dtensor_cfg.enabled=true"]
 
 
 def make_run(path, model, *overrides, family="llama", **config):
@@ -22,7 +24,7 @@ def make_run(path, model, *overrides, family="llama", **config):
     resolved = resolve("tiny_arith", [f"policy.model_name={model}", "policy.max_total_sequence_length=64", *overrides])
     run = create_run(path)
     run.recipe_path.write_text(resolved.to_yaml())
-    policy = MegatronPolicy(resolved.recipe.policy, 1.0, 9, model)
+    policy = trainer_class(resolved.recipe.policy)(resolved.recipe.policy, 1.0, 9, model)
     store = CheckpointStore(run.checkpoints_dir, keep_last=2, keep_top_k=0, higher_is_better=True)
     for step in (1, 2):
         policy.train([random_batch(6, seed=step), empty_batch()], policy_gradient_loss)
@@ -41,8 +43,10 @@ def files(folder):
         ("llama", ["policy.precision=bfloat16", "policy.initial_weights=random"], {"tie_word_embeddings": False}),
         ("qwen2", ["policy.precision=bfloat16"], {"max_shard_size": "20KB"}),
         ("qwen3_moe", ["policy.precision=bfloat16"], {}),
+        ("llama", [*DTENSOR, "policy.precision=float32"], {"tie_word_embeddings": True}),
+        ("mixtral", [*DTENSOR, "policy.precision=bfloat16"], {}),
     ],
-    ids=["llama, tied", "llama, random", "qwen2", "experts"],
+    ids=["llama, tied", "llama, random", "qwen2", "experts", "llama, DTensor", "experts, DTensor"],
 )
 def test_equals_the_trainers_own_export_byte_for_byte(family, overrides, config, tmp_path):
     policy = make_run(tmp_path / "run", tmp_path / "model", *overrides, family=family, **config)

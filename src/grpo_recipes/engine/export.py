@@ -6,9 +6,17 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_recipes.engine.checkpoint import POLICY, STATE, find_damage
 from grpo_recipes.errors import UserError
+from grpo_recipes.recipe.model_folder import read_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from grpo_recipes.recipe.schema import PolicyConfig
 
 
 def export_checkpoint(source: Path, target: Path, step: int | None = None) -> Path:
@@ -41,22 +49,28 @@ def export_checkpoint(source: Path, target: Path, step: int | None = None) -> Pa
     policy = load_resolved(recipe_path).recipe.policy
     model = model_path(policy.model_name, policy.model_revision)
 
+    from grpo_recipes.policy.hf.folder import export_model
+
+    tensors, dtype = _saved_weights(checkpoint / POLICY, policy, model)
+    with written_aside(target) as aside:
+        export_model(aside, model, tensors, dtype, trained_from_source=policy.initial_weights == "pretrained")
+    return checkpoint
+
+
+def _saved_weights(folder: Path, policy: PolicyConfig, model: Path) -> tuple[Iterator[tuple[str, Tensor]], torch.dtype]:
+    """Hugging Face names and whole tensors, and their dtype, by the trainer that wrote the checkpoint."""
+    if policy.dtensor_cfg.enabled:
+        from grpo_recipes.policy.dtensor.checkpoint import SavedWeights
+
+        weights = SavedWeights(folder, read_json(model / "config.json"))
+        return weights.exported(), weights.dtype
     import torch
 
-    from grpo_recipes.policy.hf.folder import export_model
     from grpo_recipes.policy.megatron.shards import SavedState
 
-    saved = SavedState(checkpoint / POLICY)
+    saved = SavedState(folder)
     saved.check_weights()
-    with written_aside(target) as aside:
-        export_model(
-            aside,
-            model,
-            saved.exported(),
-            getattr(torch, saved.model.dtype),
-            trained_from_source=policy.initial_weights == "pretrained",
-        )
-    return checkpoint
+    return saved.exported(), getattr(torch, saved.model.dtype)
 
 
 def find_checkpoint(source: Path, step: int | None) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.dtensor.mesh import Mesh
+from grpo_recipes.policy.dtensor.names import experts_of, pieces
 from grpo_recipes.policy.dtensor.optimizer import Optimizer
 from grpo_recipes.policy.dtensor.weights import Weights, local_part
 
@@ -94,11 +96,7 @@ class Checkpoints:
             found = index.state_dict_metadata.get(key)
             if not isinstance(found, TensorStorageMetadata) or found.size != tensor.size():
                 raise UserError(f"{key} is missing", where=str(folder / INDEX), mend="choose another checkpoint")
-        try:
-            dcp.load({**state, **random}, storage_reader=reader, process_group=self._mesh.control)
-        except CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
-            raise UserError(f"damaged: {first}", where=str(folder), mend="choose another checkpoint") from error
+        _load({**state, **random}, reader, folder, process_group=self._mesh.control)
         self._optimizer.restore(saved["steps"])
         _set_random_states({key.rpartition("/")[2]: value for key, value in random.items()})
 
@@ -118,7 +116,7 @@ class Checkpoints:
         return state
 
     def _plan(self) -> dict[str, list[int]]:
-        return {spec.name: list(spec.shape) for spec in self._weights.plan()}
+        return {name: list(parameter.shape) for name, parameter in self._weights.parameters.items()}
 
     def _write_trainer(self, folder: Path) -> None:
         if dist.get_rank():
@@ -152,6 +150,38 @@ class Checkpoints:
         if rank == 0:
             mine += [folder / INDEX, folder / TRAINER]
         return {path.name: _sha256(path) for path in mine}
+
+
+class SavedWeights:
+    """The weights of a checkpoint, read without a trainer and without processes.
+
+    Args:
+        config: the model's config.json.
+
+    Raises UserError for a file that is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._folder, saved = folder, _read_trainer(folder)
+        self._shapes: dict[str, list[int]] = saved["weights"]
+        self.dtype: torch.dtype = getattr(torch, saved["dtype"])
+        self._model_type, self._experts = config["model_type"], experts_of(config)
+
+    def exported(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face name and whole tensor, one parameter at a time, as the trainer exports them."""
+        for name, shape in self._shapes.items():
+            whole = torch.empty(shape)
+            _load({f"weights/{name}": whole}, _Reader(self._folder), self._folder, no_dist=True)
+            for piece in pieces(self._model_type, name, self._experts):
+                yield piece.name, piece.of(whole.to(self.dtype))
+
+
+def _load(state: dict[str, Tensor], reader: _Reader, folder: Path, **how: Any) -> None:
+    try:
+        dcp.load(state, storage_reader=reader, **how)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise UserError(f"damaged: {first}", where=str(folder), mend="choose another checkpoint") from error
 
 
 def _laid_out_like(parameter: Tensor, local: Tensor) -> DTensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from grpo_recipes.recipe.architecture import number_of_experts
 
 
 class Piece(NamedTuple):
@@ -23,6 +25,11 @@ _EXPERTS = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
 }
 _OF_EXPERTS = re.compile(r"(model\.layers\.\d+)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)")
+
+
+def experts_of(config: Mapping[str, Any]) -> int:
+    """Experts of a layer in a model's configuration; 0 in a dense model."""
+    return number_of_experts(config) if "num_experts_per_tok" in config else 0
 
 
 def pieces(model_type: str, name: str, experts: int) -> Iterator[Piece]:

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.contract import WeightSpec
-from grpo_recipes.policy.dtensor.names import Piece, pieces
+from grpo_recipes.policy.dtensor.names import Piece, experts_of, pieces
 from grpo_recipes.policy.hf.folder import BUFFERS, TensorSource
-from grpo_recipes.recipe.architecture import number_of_experts
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -32,7 +31,7 @@ class Weights:
         self.dtype, self._device = dtype, device
         self._tied = bool(model.config.tie_word_embeddings)
         config = model.config.to_dict()
-        experts = number_of_experts(config) if "num_experts_per_tok" in config else 0
+        experts = experts_of(config)
         self.pieces = {name: list(pieces(config["model_type"], name, experts)) for name in self.parameters}
         self._plan = list(self._make_plan())
 
