@@ -195,6 +195,20 @@ def report(run: Run) -> None:
 
 
 @app.command()
+def diagnose(
+    run: Run,
+    step: Annotated[int | None, typer.Option(min=1, help="Default: the last whose rollouts are stored.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="At most so many responses of it.")] = 64,
+) -> None:
+    """Say where the difference between sampler and trainer comes from, on stored rollouts."""
+    gc.enable()
+    from grpo_recipes.proof.diagnose import diagnose as diagnose_run
+
+    for line in diagnose_run(_run_path(run), step, samples=samples).lines():
+        typer.echo(line)
+
+
+@app.command()
 def verify(
     run: Run,
     against: Annotated[Path | None, typer.Option(help="Reference band; default: the recipe's own.")] = None,
