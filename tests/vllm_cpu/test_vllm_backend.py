@@ -205,6 +205,18 @@ def test_weights_that_do_not_arrive_whole_are_named(generator, trainer, tmp_path
     generate(generator, requests(1))  # it goes on
 
 
+def test_aborted_samples_never_arrive_and_others_do(generator):
+    generator.submit(requests(4, tokens=80, first=100))
+    generator.abort([100, 102, 999])
+    found = []
+    while more := generator.poll(60.0):
+        found += more
+    assert sorted((c.request_id, len(c.token_ids)) for c in found) == [(101, 80), (103, 80)]
+    generator.submit(requests(1, tokens=2, first=100))  # the id is free again
+    [again] = generator.poll(60.0)
+    assert again.request_id == 100 and generator.poll(60.0) == []
+
+
 def test_sleep_and_wake(generator):
     wanted = [c.token_ids.tolist() for c in generate(generator, requests(2))]
     generator.sleep()
