@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpo_recipes.generation.sync.contract import RefitError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,7 +24,7 @@ class SendingBuffer:
     """The trainer's side. Receivers copy what they need before they answer, so one buffer serves every bucket."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Raises OSError where shared memory is full."""
+        """Raises RefitError where shared memory is full."""
         self._path: Path | None = None
         if device.type == "cuda":
             self.buffer: Tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -32,9 +34,12 @@ class SendingBuffer:
             self._path = Path(path)
             try:
                 os.posix_fallocate(file, 0, nbytes)  # else a full /dev/shm would be a SIGBUS later
-            except OSError:
+            except OSError as error:
                 self.opened()
-                raise
+                raise RefitError(
+                    f"{SHARED_MEMORY} has no room for {nbytes} bytes ({error.strerror}): give the container more "
+                    "(--shm-size), or set policy.generation.refit.transport to broadcast"
+                ) from None
             finally:
                 os.close(file)
             self.buffer = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
