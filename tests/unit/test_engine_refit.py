@@ -53,6 +53,7 @@ class Engine:
         return [report] * self.receivers
 
     def probe(self, sequences):
+        self.read = len(sequences)
         return [[-1.0 + self.gap] * (len(s) - 1) for s in sequences]
 
 
@@ -78,6 +79,17 @@ def test_which_refits_are_certified(certify, wanted):
     refit = refit_of(Workers(SUMS, SUMS), engine, certify=certify)
     assert [refit(version).certified for version in (1, 2, 3)] == wanted
     assert engine.taken == [(("address", "broadcast", 2, "host"), v, c) for v, c in zip((1, 2, 3), wanted, strict=True)]
+
+
+def test_the_probe_is_whole_in_the_first_two_refits_and_a_sixteenth_later():
+    engine = Engine()
+    refit = refit_of(Workers(SUMS), engine, certify="every")
+    read = []
+    for version in (1, 2, 3):
+        refit(version)
+        read.append(engine.read)
+    refit.catch_up(3, engine)
+    assert [*read, engine.read] == [3, 3, 1, 3]
 
 
 def test_all_engines_take_the_weights_of_one_sending():

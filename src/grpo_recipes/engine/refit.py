@@ -28,6 +28,7 @@ from grpo_recipes.recipe.schema import Recipe
 CERTIFIED = 2  # refits of every run, and after every restart of an engine
 SHOWN = 5  # tensors that an error names
 PROBE_LENGTH = 512  # tokens of a sequence of the probe
+LATER_SHARE = 16  # refits that are certified after the first ones read one of so many sequences of the probe
 LOOPBACK = "127.0.0.1"
 
 Transport = Literal["ipc", "broadcast", "safetensors"]
@@ -85,7 +86,11 @@ class Schedule:
 
     @property
     def due(self) -> bool:
-        return self.certify == "every" or (self.certify == "first_two" and self._done < CERTIFIED)
+        return self.certify == "every" or (self.certify == "first_two" and self.first)
+
+    @property
+    def first(self) -> bool:
+        return self._done < CERTIFIED
 
     def done(self) -> None:
         self._done += 1
@@ -212,6 +217,8 @@ class EngineRefit:
 
     def _probe(self, version: int, engines: Sequence[Engine]) -> float:
         sequences = probe_sequences(self._vocab_size, self._longest, seed=version)
+        if not self._schedule.first:
+            sequences = sequences[: -(-len(sequences) // LATER_SHARE)]
         wanted = torch.tensor([p for s in self._workers.call("probe_logprobs", sequences)[0] for p in s])
         largest = 0.0
         for number, engine in enumerate(engines):

@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bits that knows their order, in integers: exact, and the same on every device.
+"""A checksum of a tensor's bits that knows their order, in integers: exact, whatever the device.
 
 The tensor's bytes are read as signed 32-bit words x_i (zeros fill up the last). With n words to a block,
 
