@@ -79,7 +79,7 @@ def test_all_mistakes_at_once() -> None:
     [
         (["sft.max_num_steps=3", "sft.max_val_samples=8"], "grpo, sft: both are set"),
         (["grpo=null"], "grpo, sft: neither is set"),
-        (["policy.megatron_cfg.enabled=false"], "policy.megatron_cfg.enabled: is false"),
+        (["policy.megatron_cfg.enabled=false"], "policy.megatron_cfg.enabled, policy.dtensor_cfg.enabled: are both false"),
         (["cluster.num_nodes=2"], "cluster.num_nodes: 2: this version starts its processes on one machine only"),
         # Covers: a batch that does not divide is cut or crashes.
         (["policy.train_global_batch_size=100"], "100 does not divide the 512 rollouts of a step"),

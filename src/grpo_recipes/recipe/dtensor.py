@@ -100,6 +100,13 @@ def _sizes(recipe: Recipe) -> Iterator[Problem]:
             "splits activations over tensor parallel ranks, and tensor_parallel_size is 1",
             "set it to false",
         )
+    if cfg.torch_compile and cfg.tensor_parallel_size > 1:
+        yield Problem(
+            f"{WHERE}.torch_compile",
+            f"with tensor_parallel_size {cfg.tensor_parallel_size}: compiled layers have not been shown to agree with "
+            "others there",
+            "set one of them back",
+        )
     model, found = cfg.tensor_parallel_size * cfg.context_parallel_size, devices(cluster)
     if found % model:
         yield Problem(
@@ -113,6 +120,12 @@ def _sizes(recipe: Recipe) -> Iterator[Problem]:
 def model_problems(cfg: DTensorConfig, shape: ModelShape) -> Iterator[Problem]:
     """What of a layout does not divide the model."""
     size, where = cfg.tensor_parallel_size, f"{WHERE}.tensor_parallel_size"
+    if cfg.torch_compile and shape.experts:
+        yield Problem(
+            f"{WHERE}.torch_compile",
+            "the model has experts: how many tokens one gets is known at run time only, and layers fall into pieces",
+            "set it to false",
+        )
     if size > 1 and shape.experts:
         yield Problem(where, f"{size}: layers with experts are not cut, FSDP2 shards them", "set it to 1")
         return
