@@ -1,6 +1,7 @@
 """Driver, replicas and ranks: who is sent what, and who is asked. Real processes, a stand-in for trainer and sampler."""
 
 import functools
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_recipes.cluster.process import ProcessGroup
+from grpo_recipes.engine.importance import Correction
 from grpo_recipes.engine.packing import Packed
 from grpo_recipes.engine.policy_group import EmbeddedGenerator, PolicyGroup
 from grpo_recipes.engine.worker import Worker
@@ -90,6 +92,12 @@ class Spied(Worker):
     def held(self):
         return sorted(set(self.batch.token_ids.tolist()))
 
+    def factors(self):
+        """{name: factors of the loss of its generated tokens}"""
+        names = set(self.batch.token_ids[self.batch.mask].tolist())
+        chosen = {n: self.batch.mask & (self.batch.token_ids == n) for n in names}
+        return {n: self.batch.importance_weights[mask].tolist() for n, mask in chosen.items()}
+
     def weights(self):
         return {name: tensor.item() for name, tensor in self.sampler.weights.items()}
 
@@ -135,6 +143,17 @@ def test_four_ranks_in_two_replicas():
         mismatch = group.compute_logprobs(None)
         assert mismatch.token_mult_prob_error == pytest.approx(2.718281828459045)
         assert mismatch.logprob_diff_max == 1.0
+
+        # exp(generated tokens) of each sequence, at most exp(2.5), whichever rank and microbatch it is in.
+        mismatch = group.compute_logprobs(Correction("sequence", "tis", high=math.exp(2.5)))
+        expected = {0: [math.exp(2.5)] * 4, 1: [math.exp(2)] * 2, 2: [math.exp(2.5)] * 3, 3: [math.e]}
+        factors = workers.call("factors")
+        assert factors[0] == factors[1] and factors[2] == factors[3]
+        found = factors[0] | factors[2]
+        assert found.keys() == expected.keys()
+        assert all(found[name] == pytest.approx(expected[name]) for name in expected)
+        assert mismatch.importance_weight_mean == pytest.approx(sum(map(sum, expected.values())) / 10)
+        assert sorted((w.sequence, w.tokens) for w in mismatch.worst) == [(0, 4), (1, 2), (2, 3), (3, 1)]
 
         stats = group.train(0, no_loss)
         assert stats.loss == 0.0  # rank 0's

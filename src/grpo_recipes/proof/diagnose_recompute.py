@@ -104,9 +104,6 @@ class Trainer:
 
         self._trainer.weights.load(SafetensorsFolder(folder))
 
-    def load(self, checkpoint: Path) -> None:
-        self._trainer.load(checkpoint)
-
     def export(self, folder: Path) -> None:
         folder.mkdir()
         self._trainer.export(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_recipes.engine.checkpoint import POLICY, read_checkpoint
+from grpo_recipes.engine.checkpoint import read_checkpoint
 from grpo_recipes.engine.export import export_checkpoint
 from grpo_recipes.errors import UserError
 from grpo_recipes.proof.diagnose_recompute import trainer_of
@@ -53,11 +53,9 @@ class Versions:
             return source
         if written.exists():
             return written
-        if checkpoint is not None and not self.policy.dtensor_cfg.enabled:
+        if checkpoint is not None:
             export_checkpoint(checkpoint, written)
             return written
         with trainer_of(self.policy, source) as trainer:
-            if checkpoint is not None:
-                trainer.load(checkpoint / POLICY)
             trainer.export(written)
         return written
