@@ -205,7 +205,7 @@ def _outside(policy: PolicyConfig, folder: Path, sequences: Sequences, base: Log
     temperature, sampler = policy.generation.temperature, sequences.logprobs
     exact = by_transformers(folder, sequences, temperature, "float64")
     yield of_rounding(f"rounding of {policy.precision} on both sides, by its size", sampler, base, exact.logprobs)
-    rounded: dict[str, Recomputed] = {}
+    rounded: dict[Precision, Recomputed] = {}
     for attention in reversed(ATTENTIONS):
         same = by_transformers(folder, sequences, temperature, policy.precision, attention)
         yield of_change("kernels", f"transformers' kernels, {attention} attention", sampler, base, same.logprobs)
@@ -232,4 +232,5 @@ def rerouted_tokens(exact: Recomputed, rounded: Recomputed) -> NDArray[np.bool_]
     """[R], whether any layer chose other experts; None for a dense model."""
     if exact.experts is None or rounded.experts is None:
         return None
-    return (exact.experts != rounded.experts).any(axis=(1, 2))
+    differ: NDArray[np.bool_] = (exact.experts != rounded.experts).any(axis=(1, 2))
+    return differ

@@ -83,7 +83,7 @@ class Limit(Section):
 class MismatchLimits(Section):
     """Of sampler and trainer, by the metrics' names (docs/mismatch.md)."""
 
-    token_mult_prob_error: Limit = Limit(warn=1.05)  # bfloat16 kernels alone stay below it
+    token_mult_prob_error: Limit = Limit(warn=1.05)  # NeMo-RL's for a new model (docs/mismatch.md)
     gen_kl_error: Limit = Limit()
     sequence_mult_prob_error_max: Limit = Limit()
     masked_token_fraction: Limit = Limit()
