@@ -9,6 +9,7 @@ from grpo_recipes.data.sampler import SamplerState
 from grpo_recipes.engine import loop
 from grpo_recipes.engine.checkpoint import CheckpointStore
 from grpo_recipes.engine.interrupt import Interrupted, StopRequest
+from grpo_recipes.engine.mismatch import BatchRefused
 from grpo_recipes.engine.parts import LoopState, StepOutcome
 from grpo_recipes.engine.policy_group import PolicyGroup
 from grpo_recipes.engine.saver import Saver
@@ -106,15 +107,22 @@ def test_files_that_cannot_be_seen_here_are_an_error(tmp_path):
     assert store.latest(pytest.fail) is None
 
 
-@pytest.mark.parametrize("stop_at", [None, 3], ids=["the end", "a stop signal"])
-def test_the_run_waits_for_the_write(stop_at, tmp_path, monkeypatch):
+ENDS = {"the end": (None, 4), "a stop signal": (Interrupted, 3), "a batch that is refused": (BatchRefused, 2)}
+ENDS["an error of the step"] = (UserError, 2)  # its state is that of the last save
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_run_waits_for_the_write(end, tmp_path, monkeypatch):
+    error, last = ENDS[end]
     _, policy, store, _ = saving(tmp_path)
     policy.peak_memory = lambda: 0
     stop = StopRequest()
 
     def step(parts, state, phase):
+        if error in (BatchRefused, UserError) and state.step == last:
+            raise error("too far off")
         with phase("policy_training"):
-            if state.step + 1 == stop_at:
+            if error is Interrupted and state.step + 1 == last:
                 stop.signal = 2
         after = LoopState(state.step + 1, state.sampler, 0, 0)
         return StepOutcome(after, {}, {}, 1, [])
@@ -126,10 +134,10 @@ def test_the_run_waits_for_the_write(stop_at, tmp_path, monkeypatch):
         phase=lambda _: None, record=lambda *_: None, update=lambda **_: None, keep=lambda _: None
     )
     begin = (SimpleNamespace(recipe=recipe, policy=policy), LoopState(0, SamplerState(0), 0, 0), 4, set())
-    if stop_at is None:
+    if error is None:
         loop.run_loop(*begin, store, reporter, stop)
     else:
-        with pytest.raises(Interrupted):
+        with pytest.raises(error):
             loop.run_loop(*begin, store, reporter, stop)
-    assert store.latest(pytest.fail).step == (stop_at or 4)
+    assert store.latest(pytest.fail).step == last
     assert not any(name.startswith(".") for name in names(tmp_path))

@@ -144,6 +144,19 @@ def test_rollouts_in_bfloat16(softmax, trained):
     assert found.largest.explains > 0.5
 
 
+def test_rotary_positions_of_the_trainer_that_are_wrong(trained, monkeypatch):
+    """A mistake in the trainer's own kernels: what transformers compute is what the sampler says."""
+    from grpo_recipes.policy.attention import Rotary
+
+    run, models = trained
+    store(run, by_reference(models[VERSION]))
+    at = Rotary.at
+    monkeypatch.setattr(Rotary, "at", lambda self, positions, dtype: at(self, 2 * positions, dtype))
+    found = diagnose(run.path, STEP).largest
+    assert found.cause == "kernels" and found.what.startswith("transformers' kernels")
+    assert found.explains > 0.99
+
+
 def test_weights_that_no_checkpoint_holds(trained):
     run, _ = trained
     store(run, np.zeros(SAMPLES * RESPONSE, np.float32), version=3)
