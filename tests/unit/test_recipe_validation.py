@@ -79,7 +79,10 @@ def test_all_mistakes_at_once() -> None:
     [
         (["sft.max_num_steps=3", "sft.max_val_samples=8"], "grpo, sft: both are set"),
         (["grpo=null"], "grpo, sft: neither is set"),
-        (["policy.megatron_cfg.enabled=false"], "policy.megatron_cfg.enabled, policy.dtensor_cfg.enabled: are both false"),
+        (
+            ["policy.megatron_cfg.enabled=false"],
+            "policy.megatron_cfg.enabled, policy.dtensor_cfg.enabled: are both false",
+        ),
         (["cluster.num_nodes=2"], "cluster.num_nodes: 2: this version starts its processes on one machine only"),
         # Covers: a batch that does not divide is cut or crashes.
         (["policy.train_global_batch_size=100"], "100 does not divide the 512 rollouts of a step"),
@@ -108,6 +111,11 @@ def test_all_mistakes_at_once() -> None:
         (
             ["loss_fn.mismatch.gen_kl_error.warn=2", "loss_fn.mismatch.gen_kl_error.abort=1"],
             "loss_fn.mismatch.gen_kl_error: abort 1 lies below warn 2",
+        ),
+        (["policy.generation.num_engines=2"], "policy.generation.num_engines: is 2, and the embedded sampler has no"),
+        (
+            ["policy.generation.backend=vllm", "policy.generation.num_engines=2", "cluster.gpus_per_node=1"],
+            "policy.generation.num_engines: is 2, and on GPUs an engine shares the trainer's",
         ),
         (["data.max_input_seq_length=93"], "policy.max_total_sequence_length: 96 tokens cannot hold"),
         (["policy.sequence_packing.train_mb_tokens=95"], "policy.sequence_packing.train_mb_tokens: a microbatch of 95"),

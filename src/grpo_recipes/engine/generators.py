@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from grpo_recipes.cluster.cores import threads_per_worker
 from grpo_recipes.engine.policy_group import EmbeddedGenerator
 from grpo_recipes.engine.refit import LOOPBACK, EmbeddedRefit, EngineRefit, RefitStats, transport_of, weights_folder
 from grpo_recipes.generation.contract import Generator
+from grpo_recipes.generation.router import Router
 from grpo_recipes.recipe.schema import Recipe
 
 Refit = Callable[[int], RefitStats]  # bring the trainer's weights to the generator, as the given version
@@ -29,16 +32,38 @@ def open_generator(
     from grpo_recipes.generation.vllm.arguments import engine_setup
     from grpo_recipes.generation.vllm.backend import VllmGenerator
 
-    policy = recipe.policy
-    threads = recipe.cluster.cpu_threads or threads_per_worker(1)
-    with weights_folder(workers) as (folder, _):
-        shutil.copy(model_folder / "config.json", folder)
-        setup = engine_setup(policy, folder, on_gpu=on_gpu, threads=threads)
-        generator = VllmGenerator(setup, max_positions=policy.max_total_sequence_length)
+    policy, count = recipe.policy, recipe.policy.generation.num_engines
+    threads = recipe.cluster.cpu_threads or threads_per_worker(count)
 
+    def start(engines: int) -> list[VllmGenerator]:
+        """By the weights that the trainer has now."""
+        with weights_folder(workers) as (folder, _), ThreadPoolExecutor(engines) as pool:
+            shutil.copy(model_folder / "config.json", folder)
+            setup = engine_setup(policy, folder, on_gpu=on_gpu, threads=threads)
+            jobs = [
+                pool.submit(VllmGenerator, setup, max_positions=policy.max_total_sequence_length)
+                for _ in range(engines)
+            ]
+            wait(jobs)
+            try:
+                return [job.result() for job in jobs]
+            except Exception:
+                for job in jobs:
+                    if not job.exception():
+                        job.result().close()
+                raise
+
+    router = Router(
+        start,
+        count,
+        # The trainer may be ahead of the last refit: what the new engine draws is by what it was given.
+        catch_up=lambda engine: refit.catch_up(workers.call("optimizer_steps")[0], engine),
+        max_restarts=policy.generation.max_engine_restarts,
+        warn=lambda message: print(f"warning: {message}", file=sys.stderr, flush=True),
+    )
     refit = EngineRefit(
         workers,
-        lambda: [generator],
+        lambda: router.engines,
         transport=transport_of(recipe),
         certify=policy.generation.refit.certify,
         precision=policy.precision,
@@ -46,8 +71,13 @@ def open_generator(
         longest=policy.max_total_sequence_length,
         host=LOOPBACK if recipe.cluster.num_nodes == 1 else "",
     )
-    with generator:
-        yield generator, refit
+
+    def refit_all(version: int) -> RefitStats:
+        router.heal()
+        return refit(version)
+
+    with router:
+        yield router, refit_all
 
 
 def check_generator(recipe: Recipe, model_folder: Path, *, on_gpu: bool) -> None:

@@ -218,6 +218,9 @@ class Worker:
         """Its name; empty on a CPU."""
         return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
+    def optimizer_steps(self) -> int:
+        return self.policy.optimizer_steps
+
     def peak_memory(self) -> int:
         """Bytes at the highest point since the last call."""
         peak = peak_memory()

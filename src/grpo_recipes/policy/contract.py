@@ -152,6 +152,10 @@ class Policy(Protocol):
     def replica(self) -> Replica:
         """Not collective."""
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Taken since the weights the run started from; skipped ones do not count. Not collective."""
+
     def share(self, batch: Batch | None) -> Batch:
         """Collective within the replica: its first rank passes the batch, the others None; all get it."""
 

@@ -24,10 +24,29 @@ def recipe_problems(recipe: Recipe) -> list[Problem]:
         *_lengths(recipe),
         *_data(recipe),
         *_asynchrony(recipe),
+        *_engines(recipe),
         *_refit(recipe),
         *_sizes(recipe),
         *_patterns(recipe),
     ]
+
+
+def _engines(recipe: Recipe) -> Iterator[Problem]:
+    generation, where = recipe.policy.generation, "policy.generation.num_engines"
+    if generation.num_engines == 1:
+        return
+    if generation.backend == "megatron":
+        yield Problem(
+            where,
+            f"is {generation.num_engines}, and the embedded sampler has no engines: each trainer process samples",
+            "set it to 1, or policy.generation.backend to vllm",
+        )
+    elif recipe.cluster.gpus_per_node:
+        yield Problem(
+            where,
+            f"is {generation.num_engines}, and on GPUs an engine shares the trainer's: there is one",
+            "set it to 1, and the engine's own parallel sizes in policy.generation.vllm_cfg",
+        )
 
 
 def _refit(recipe: Recipe) -> Iterator[Problem]:

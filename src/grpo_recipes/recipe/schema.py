@@ -188,6 +188,8 @@ class GenerationConfig(Section):
         None  # default: the tokenizer's end of sequence
     )
     max_batch_size: PositiveInt = 512  # sequences decoded at once
+    num_engines: PositiveInt = 1  # of vLLM
+    max_engine_restarts: NonNegativeInt = 3  # of vLLM's engines together; then the run ends
     vllm_cfg: dict[str, Any] = Field(default_factory=dict)  # arguments of vLLM's engine (recipe/vllm.py)
     refit: RefitConfig = RefitConfig()
 

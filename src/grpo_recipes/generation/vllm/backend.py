@@ -81,6 +81,14 @@ class VllmGenerator:
         self._send(Submit(list(requests)))
         self._outstanding |= ids
 
+    @property
+    def alive(self) -> bool:
+        return not self._ended and self._process.is_alive()
+
+    def waitables(self) -> list[Any]:
+        """For multiprocessing.connection.wait: ready once something has come, or the process is gone."""
+        return [self._pipe, self._process.sentinel] if not self._ended else []
+
     def completions(self) -> Iterator[Completion]:
         while True:
             while self._finished:

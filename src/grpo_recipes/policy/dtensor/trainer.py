@@ -181,6 +181,10 @@ class DTensorPolicy:
         self.__dict__.clear()
 
     @property
+    def optimizer_steps(self) -> int:
+        return self.optimizer.steps
+
+    @property
     def learning_rate(self) -> float:
         """Of the next optimizer step."""
         return self.optimizer.learning_rate

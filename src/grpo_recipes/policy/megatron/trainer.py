@@ -239,6 +239,10 @@ class MegatronPolicy:
         return self.built.rotary.inverse_frequencies.device
 
     @property
+    def optimizer_steps(self) -> int:
+        return int(self.scheduler.num_steps)
+
+    @property
     def learning_rate(self) -> float:
         """Of the next optimizer step."""
         return float(self.optimizer.param_groups[0]["lr"])
