@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 START = 0  # number of the reply that says the engine is up
 EXIT_S = 5.0
+CALL_S = 120.0  # for calls that move no weights: a step of the engine, on a busy machine
 
 
 class VllmGenerator:
@@ -39,7 +40,7 @@ class VllmGenerator:
     Args:
         setup: see generation.vllm.arguments.engine_setup.
         max_positions: most tokens of a sequence, prompt and completion together.
-        time_limit_s: longest that the start, or a call, may take.
+        time_limit_s: longest that the start, a refit or its probe may take; other calls have CALL_S.
 
     Raises:
         GeneratorDied: the engine did not start; its own output says more.
@@ -49,7 +50,7 @@ class VllmGenerator:
         self._max_positions, self._time_limit_s = max_positions, time_limit_s
         self._outstanding: set[int] = set()
         self._finished: deque[Completion] = deque()
-        self._paused, self._number, self._ended = False, START, ""
+        self._paused, self._number, self._asked, self._ended = False, START, "start", ""
         sizes = [setup.arguments.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data")]
         self.receivers: int = math.prod(sizes)  # vLLM's workers, each of which takes the weights
         spawn = multiprocessing.get_context("spawn")
@@ -59,7 +60,7 @@ class VllmGenerator:
         self._process.start()
         theirs.close()
         atexit.register(self.close)  # before multiprocessing's own, which would wait for the process
-        self._await_reply()
+        self.finish_call(time_limit_s)
 
     # -- the Sampler contract ----------------------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
@@ -156,31 +157,34 @@ class VllmGenerator:
     def finish_refit(self, version: int) -> list[dict[str, Any]]:
         """What `load_folder` returns, or raises."""
         try:
-            return self.finish_call()
+            return self.finish_call(self._time_limit_s)
         except CallFailed as error:
             raise RefitError(f"weights of version {version} did not reach vLLM: {error}") from None
 
     def probe(self, sequences: list[list[int]]) -> list[list[float]]:
         """For each sequence the logprob of every token but the first, at temperature 1, by the current weights."""
-        return self._call("probe", sequences)
+        self.start_call("probe", sequences)
+        return self.finish_call(self._time_limit_s)
 
     # -- the process -------------------------------------------------------------------------------------------
     def _call(self, method: str, *arguments: Any) -> Any:
         self.start_call(method, *arguments)
-        return self.finish_call()
+        return self.finish_call(CALL_S)
 
     def start_call(self, method: str, *arguments: Any) -> None:
         """One at a time; `finish_call` waits for its answer."""
         self._number += 1
+        self._asked = method
         self._send(Call(self._number, method, arguments))
 
-    def finish_call(self) -> Any:
-        return self._await_reply()
-
-    def _await_reply(self) -> Any:
-        deadline = time.monotonic() + self._time_limit_s
+    def finish_call(self, limit_s: float) -> Any:
+        """Raises CallFailed; GeneratorDied also where there is no answer in time."""
+        deadline = time.monotonic() + limit_s
         while True:
-            reply = self._receive(max(0.0, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            if not self._ended and not wait([self._pipe, self._process.sentinel], max(0.0, left)):
+                self._die(f"no answer to {self._asked} within {limit_s:.0f} s")
+            reply = self._receive(None)
             if reply is None or reply.number != self._number:  # the latter: to a call that was interrupted here
                 continue
             if reply.error:
@@ -201,8 +205,6 @@ class VllmGenerator:
         if self._ended:
             raise GeneratorDied(self._ended)
         ready = wait([self._pipe, self._process.sentinel], seconds)
-        if not ready:
-            self._die(f"no answer within {self._time_limit_s:.0f} s")
         if self._pipe not in ready:
             self._die(f"its process ended with exit code {self._process.exitcode}")
         try:
