@@ -139,7 +139,6 @@ def test_rollouts_in_bfloat16(softmax, trained):
     run, models = trained
     store(run, by_reference(models[VERSION], dtype=torch.bfloat16, softmax=softmax))
     found = diagnose(run.path, STEP)
-    print("\n".join(found.lines()))
     assert found.largest.cause == "precision" and "bfloat16" in found.largest.what
     assert found.largest.explains > 0.5
 
@@ -184,6 +183,38 @@ def test_a_mixture_of_experts(tmp_path):
     )
     assert rough.startswith("bfloat16 against float64: experts of ") and " 0.0%" not in rough
     assert fine == "float32 against float64: experts of 0.0% of tokens differ"
+
+
+def test_experts_chosen_in_bfloat16(tmp_path):
+    """A sampler whose routers round, and nothing else: float32 throughout, with the choices of a bfloat16 model."""
+    from transformers import AutoModelForCausalLM
+
+    write_model("qwen3_moe", tmp_path / "model")
+    run = create_run(tmp_path / "run")
+    overrides = [f"policy.model_name={tmp_path / 'model'}", f"policy.generation.temperature={TEMPERATURE}"]
+    run.recipe_path.write_text(resolve("tiny_arith", overrides).to_yaml())
+
+    def with_routers(dtype, hook):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype, experts_implementation="eager")
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(hook)
+        with torch.no_grad():
+            return [model(ids[None]).logits[0].float() for ids in tokens()]
+
+    chosen = []
+    with_routers(torch.bfloat16, lambda module, inputs, output: chosen.append(output[2]))
+    left = iter(chosen)
+
+    def choose_as_before(module, inputs, output):
+        experts = next(left)
+        scores = output[0].softmax(-1).gather(1, experts)
+        return output[0], scores / scores.sum(-1, keepdim=True), experts
+
+    logits = torch.stack(with_routers(torch.float32, choose_as_before))
+    logprobs = (logits / TEMPERATURE).log_softmax(-1)[:, :-1].gather(2, tokens()[:, 1:, None])[..., 0]
+    store(run, logprobs[:, PROMPT - 1 :].flatten().numpy(), version=0)
+    found = diagnose(run.path, STEP)
+    assert found.largest.cause == "routing" and found.largest.what.startswith("bfloat16")
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
