@@ -146,7 +146,7 @@ def test_recipe_launches(call: Any, launched: list[Any], tmp_path: Path) -> None
     assert resolved == resolve("tiny_arith", ["grpo.seed=7", "data.prompt=a b; $(c)\n{question}"])
     assert run_dir.parent == Path("runs")
     assert run_dir.name.startswith("tiny_arith-20")
-    assert options == {"executor": "local", "resume": False, "dry_run": True}
+    assert options == {"executor": "local", "resume": False, "dry_run": True, "mode": Mode()}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -189,7 +189,7 @@ def test_resume(call: Any, launched: list[Any]) -> None:
         assert call("recipe", "tiny_arith", "--resume", reference).code == 5
         args, options = launched[-1]
         assert args == (load_resolved(folder / "recipe.yaml"), folder)
-        assert options == {"executor": "local", "resume": True, "dry_run": False}
+        assert options == {"executor": "local", "resume": True, "dry_run": False, "mode": Mode()}
     count = len(launched)
     for arguments, expected in {
         ("tiny_arith", "grpo.seed=8", "--resume", "first"): "leave grpo.seed=8 out",
