@@ -15,6 +15,7 @@ import pytest
 from grpo_recipes import __version__, cli
 from grpo_recipes.recipe.compose import load_resolved, resolve
 from grpo_recipes.recipe.yaml_files import parse
+from grpo_recipes.runs.mode import Mode
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
