@@ -202,14 +202,16 @@ def test_current_and_old_logprobs_of_the_same_weights_are_the_same_bits(make, ll
     assert not torch.equal(policy.logprobs([batch])[0], old)
 
 
-def test_reference_stays_what_the_run_started_from(make, llama):
-    policy = make(llama[0], needs_reference=True)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_reference_stays_what_the_run_started_from(precision, make, llama):
+    policy = make(llama[0], precision=precision, needs_reference=True)
     batches = [random_batch(4), random_batch(3, seed=2)]
     first = policy.logprobs(batches)
     for _ in range(2):
         policy.train(batches, policy_gradient_loss)
-    trained = weights_of(policy)
+    trained, now = weights_of(policy), policy.logprobs(batches)
     assert all(torch.equal(a, b) for a, b in zip(policy.reference_logprobs(batches), first, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(policy.logprobs(batches), now, strict=True))
     assert all(torch.equal(trained[n], w) for n, w in weights_of(policy).items())
     assert not torch.equal(policy.logprobs(batches)[0], first[0])
 
