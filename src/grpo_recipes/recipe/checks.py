@@ -119,23 +119,6 @@ def _grpo(grpo: GRPOConfig, policy: PolicyConfig) -> Iterator[Problem]:
         )
 
 
-def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of `number` just below and just above `wanted`; one it shares with `wanted` if both are far."""
-    far = 10_000  # of a mistyped, huge number not every divisor is sought
-    near = range(max(1, wanted - far), min(number, wanted + far) + 1)
-    divisors = [d for d in near if number % d == 0]
-    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
-    return [*below[-1:], *above[:1]] or [math.gcd(number, wanted)]
-
-
-def _loss(recipe: Recipe) -> Iterator[Problem]:
-    loss = recipe.loss_fn
-    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1 + loss.ratio_clip_max:
-        yield Problem(
-            "loss_fn.ratio_clip_c",
-            f"the dual clip {loss.ratio_clip_c} must exceed 1 + ratio_clip_max = {1 + loss.ratio_clip_max}",
-            "raise it (3 is usual), or set it to null",
-        )
 def _asynchrony(recipe: Recipe) -> Iterator[Problem]:
     grpo, loss = recipe.grpo, recipe.loss_fn
     if grpo is None or not grpo.async_grpo.enabled:
@@ -161,6 +144,23 @@ def _asynchrony(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors of `number` just below and just above `wanted`; one it shares with `wanted` if both are far."""
+    far = 10_000  # of a mistyped, huge number not every divisor is sought
+    near = range(max(1, wanted - far), min(number, wanted + far) + 1)
+    divisors = [d for d in near if number % d == 0]
+    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
+    return [*below[-1:], *above[:1]] or [math.gcd(number, wanted)]
+
+
+def _loss(recipe: Recipe) -> Iterator[Problem]:
+    loss = recipe.loss_fn
+    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1 + loss.ratio_clip_max:
+        yield Problem(
+            "loss_fn.ratio_clip_c",
+            f"the dual clip {loss.ratio_clip_c} must exceed 1 + ratio_clip_max = {1 + loss.ratio_clip_max}",
+            "raise it (3 is usual), or set it to null",
+        )
     yield from _importance(loss)
     for name, limit in loss.mismatch:
         if limit.warn is not None and limit.abort is not None and limit.abort < limit.warn:

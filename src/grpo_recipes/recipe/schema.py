@@ -274,8 +274,8 @@ class LoggerConfig(Section):
     project: str = "grpo-recipes"
     load_of_every_expert: bool = False  # a metric for each expert of each layer, besides the largest and the smallest
     num_rollouts_to_keep: NonNegativeInt = 8  # rollouts written as text per step
-
     num_rollout_steps_to_store: NonNegativeInt = 2  # last steps of which all rollouts are kept (runs/rollout_store.py)
+
 
 class ClusterConfig(Section):
     num_nodes: PositiveInt = 1
