@@ -54,11 +54,16 @@ def refit_throughput(stats: Any) -> dict[str, float]:
     """Of the RefitStats of a refit that moved bytes."""
     if stats is None or not stats.bytes:
         return {}
-    return {
+    found = {
         "refit_bytes": float(stats.bytes),
         "refit_tensors": float(stats.tensors),
         "refit_gb_per_s": stats.bytes / stats.seconds / 1e9,
     }
+    if stats.certified:
+        found["refit_certify"] = stats.certify_seconds
+    if stats.largest_gap is not None:
+        found["refit_probe_gap"] = stats.largest_gap
+    return found
 
 
 def packing_metrics(stats: PackingStats) -> dict[str, float]:
