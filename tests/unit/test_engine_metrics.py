@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from grpo_recipes.engine.metrics import expert_load_metrics, reward_metrics, training_metrics
+from grpo_recipes.engine.metrics import expert_load_metrics, refit_throughput, reward_metrics, training_metrics
 from grpo_recipes.engine.mismatch import Mismatch
+from grpo_recipes.engine.refit import RefitStats
 from grpo_recipes.policy.contract import TrainStats
 
 MISMATCH = Mismatch(1.5, 0.25, 0.26, 0.06, 1.1, 2.0, 1.7, 1.0, 1.0, 0.0, 0.0, ())
@@ -39,3 +40,16 @@ def test_expert_load_is_the_mean_over_optimizer_steps():
     assert each["train/expert_load/layer_1/expert_0"] == 0.75
     assert "train/expert_load/layer_0/expert_0" not in each  # a layer without experts
     assert expert_load_metrics([TrainStats(0.0, 0.0, 0.0, False, {}, {})], each=True) == {}
+
+
+def test_refit():
+    plain = RefitStats(bytes=3_000_000_000, seconds=2.0, tensors=7, certified=False)
+    assert refit_throughput(plain) == {"refit_bytes": 3e9, "refit_tensors": 7.0, "refit_gb_per_s": 1.5}
+    certified = RefitStats(3_000_000_000, 2.0, 7, True, largest_gap=0.25, certify_seconds=0.5)
+    assert refit_throughput(certified) == {
+        **refit_throughput(plain),
+        "refit_certify": 0.5,
+        "refit_probe_gap": 0.25,
+    }
+    assert refit_throughput(RefitStats(0, 0.0, 0, False)) == {}  # nothing was moved
+    assert refit_throughput(None) == {}
