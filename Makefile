@@ -33,7 +33,7 @@ demo: .venv/run.done ## make the environment, train tiny_arith by GRPO, report
 
 test: .venv/vllm.done lint ## make the environment, lint, run all tests (STRICT=1: a skip fails, but for want of a GPU)
 	STRICT=$(STRICT) $(BIN)/python -m pytest tests/unit tests/gpu
-	STRICT=$(STRICT) $(BIN)/python -m pytest -n 2 --dist loadfile tests/parity tests/integration tests/vllm_cpu
+	STRICT=$(STRICT) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/integration tests/vllm_cpu tests/parity
 
 lint: .venv/dev.done ## format check, lint, types
 	$(BIN)/ruff format --check .
