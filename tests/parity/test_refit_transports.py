@@ -31,6 +31,21 @@ PLAN = [
 transports = pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 
 
+def left_in_shared_memory():
+    """By this process: other tests may run beside it."""
+    return list(Path("/dev/shm").glob(f"refit_{os.getpid()}_*"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded():
+    """The first process of a fork server imports torch, which takes long on a busy machine."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "grpo_recipes.generation.sync.link"])
+    process = context.Process(target=int)
+    process.start()
+    process.join()
+
+
 def weights(seed=0):
     draw = torch.Generator().manual_seed(seed)
     return {s.name: torch.randn(s.shape, generator=draw).to(s.dtype) for s in PLAN}
@@ -71,7 +86,6 @@ def receive(pipe, address, plant):
 def refit(transport, bucket_list, plants=("", "")):
     """What the sender and each of two processes found: error or "", and for the receivers tensors and checksums."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "grpo_recipes.generation.sync.link"])
     sender = Sender(transport, len(plants), host="127.0.0.1", device=torch.device("cpu"))
     pipes, processes = [], []
     for plant in plants:
@@ -101,7 +115,6 @@ def refit(transport, bucket_list, plants=("", "")):
 
 @transports
 def test_every_tensor_arrives_bit_for_bit(transport):
-    before = set(os.listdir("/dev/shm"))
     for seed in (0, 1):  # the second refit, too
         tensors = weights(seed)
         sums = Checksums()
@@ -114,7 +127,7 @@ def test_every_tensor_arrives_bit_for_bit(transport):
             assert told == "" and list(kept) == NAMES
             assert all(torch.equal(kept[name], tensors[name]) for name in NAMES)
             assert differences(sums.result(), received) == []
-    assert {f for f in set(os.listdir("/dev/shm")) - before if f.startswith("refit_")} == set()
+    assert left_in_shared_memory() == []
 
 
 @transports
@@ -172,11 +185,10 @@ def test_shared_memory_that_is_full_is_an_error_and_no_crash(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    before = set(Path("/dev/shm").glob("refit_*"))
     sender = Sender("ipc", 0, host="127.0.0.1", device=torch.device("cpu"))
     with pytest.raises(RefitError, match=r"no room for .* bytes \(No space left on device\)"):
         sender.send(PLAN, buckets(weights()))
-    assert set(Path("/dev/shm").glob("refit_*")) == before
+    assert left_in_shared_memory() == []
 
 
 def test_a_layout_has_every_tensor_in_its_bucket_and_none_on_another():

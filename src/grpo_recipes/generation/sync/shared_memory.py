@@ -30,7 +30,7 @@ class SendingBuffer:
             self.buffer: Tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self.handle = _cuda_handle(self.buffer)
         else:
-            file, path = tempfile.mkstemp(prefix="refit_", dir=SHARED_MEMORY)
+            file, path = tempfile.mkstemp(prefix=f"refit_{os.getpid()}_", dir=SHARED_MEMORY)
             self._path = Path(path)
             try:
                 os.posix_fallocate(file, 0, nbytes)  # else a full /dev/shm would be a SIGBUS later
