@@ -300,8 +300,7 @@ def certify_layout(
     gc.enable()
     _one_of("--device", device, ("auto", "cpu", "cuda"))
     _one_of("--precision", precision, ("float32", "bfloat16"))
-    if family is not None and name is not None and "=" in name:  # no recipe: the first argument is an override, too
-        name, overrides = None, [name, *(overrides or [])]
+    name, overrides = _without_recipe(name, overrides, family)
     from grpo_recipes.proof.certificate.command import run
 
     raise typer.Exit(
@@ -348,8 +347,7 @@ def certify_refit(
     _one_of("--transport", transport, ("ipc", "broadcast", "safetensors"))
     _one_of("--device", device, ("auto", "cpu", "cuda"))
     _one_of("--precision", precision, ("float32", "bfloat16"))
-    if family is not None and name is not None and "=" in name:  # no recipe: the first argument is an override, too
-        name, overrides = None, [name, *(overrides or [])]
+    name, overrides = _without_recipe(name, overrides, family)
     from grpo_recipes.proof.refit_certificate.command import run
 
     raise typer.Exit(
@@ -390,6 +388,15 @@ def experiment(ctx: typer.Context) -> None:
 def _one_of(option: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise UserError(f"{value!r} is not known", where=option, mend=f"one of {', '.join(known)}")
+
+
+def _without_recipe(
+    name: str | None, overrides: list[str] | None, family: str | None
+) -> tuple[str | None, list[str] | None]:
+    """With a family there is no recipe: the first argument is an override, too."""
+    if family is not None and name is not None and "=" in name:
+        return None, [name, *(overrides or [])]
+    return name, overrides
 
 
 def _mode(rollout_only: bool, train_only: str | None, replay: str | None, resume: str | None) -> Mode:

@@ -17,7 +17,7 @@ import torch
 from grpo_recipes.data.sampler import SamplerState, next_indices, number_of, row_of
 from grpo_recipes.engine.inbox import Inbox
 from grpo_recipes.engine.rollout_source import RolloutBatch
-from grpo_recipes.engine.rollouts import Rollout
+from grpo_recipes.engine.rollouts import POLL_S, Rollout
 from grpo_recipes.errors import UserError
 from grpo_recipes.generation.contract import Completion, GeneratorStalled, Request, Sampling
 from grpo_recipes.generation.seeds import sample_seed
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from grpo_recipes.engine.parts import LoopState, Prompts
 
-POLL_S = 1.0  # a stop signal is heard this soon
 ATTEMPT = 1 << 32  # the seed of a sample's replacement is that of sample + attempt * ATTEMPT
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from grpo_recipes.engine.policy_group import EmbeddedGenerator
 from grpo_recipes.engine.refit import LOOPBACK, EmbeddedRefit, EngineRefit, RefitStats, transport_of, weights_folder
 from grpo_recipes.generation.contract import Generator
 from grpo_recipes.generation.router import Router
+from grpo_recipes.recipe.model_folder import read_json
 from grpo_recipes.recipe.schema import Recipe
 
 Refit = Callable[[int], RefitStats]  # bring the trainer's weights to the generator, as the given version
@@ -67,7 +67,7 @@ def open_generator(
         transport=transport_of(recipe),
         certify=policy.generation.refit.certify,
         precision=policy.precision,
-        vocab_size=json.loads((model_folder / "config.json").read_text(encoding="utf-8"))["vocab_size"],
+        vocab_size=read_json(model_folder / "config.json")["vocab_size"],
         longest=policy.max_total_sequence_length,
         host=LOOPBACK if recipe.cluster.num_nodes == 1 else "",
     )
@@ -85,5 +85,4 @@ def check_generator(recipe: Recipe, model_folder: Path, *, on_gpu: bool) -> None
     if recipe.policy.generation.backend == "vllm":
         from grpo_recipes.generation.vllm.arguments import check_vllm
 
-        config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
-        check_vllm(config, on_gpu=on_gpu)
+        check_vllm(read_json(model_folder / "config.json"), on_gpu=on_gpu)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from grpo_recipes.engine.importance import log_ratios, sequence_errors
+from grpo_recipes.engine.importance import log_ratios, per_sequence, sequence_errors
 from grpo_recipes.errors import UserError
 from grpo_recipes.policy.contract import Batch
 from grpo_recipes.recipe.schema import MismatchLimits
@@ -97,10 +97,10 @@ def mismatch_sums(batch: Batch) -> MismatchSums:
     d_T = log_ratios(batch.old_logprobs, batch.sampler_logprobs, mask_T)
     d = d_T[mask_T]
     errors_S = sequence_errors(d_T, mask_T, lengths_S)
-    drawn_S = torch.stack([part.sum() for part in mask_T.split(lengths_S.tolist())])
+    drawn_S = per_sequence(mask_T.double(), lengths_S)
     weights = torch.ones_like(d) if batch.importance_weights is None else batch.importance_weights[mask_T].double()
     masked_T = torch.zeros_like(mask_T).masked_scatter(mask_T, weights == 0)
-    masked_S = torch.stack([part.sum() for part in masked_T.split(lengths_S.tolist())])
+    masked_S = per_sequence(masked_T.double(), lengths_S)
     # Of the mixture m, with the sampler's logprob as zero: log((1 + exp d) / 2).
     m = torch.logaddexp(torch.zeros_like(d), d) - math.log(2)
     old_S, drawn_masks_S = (part.split(lengths_S.tolist()) for part in (batch.old_logprobs, mask_T))

@@ -8,7 +8,6 @@ an index is made of is unpickled, nothing else that a file may name.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 from collections.abc import Iterator, Mapping
@@ -29,6 +28,7 @@ from grpo_recipes.policy.dtensor.mesh import Mesh
 from grpo_recipes.policy.dtensor.names import experts_of, pieces
 from grpo_recipes.policy.dtensor.optimizer import Optimizer
 from grpo_recipes.policy.dtensor.weights import Weights, local_part
+from grpo_recipes.runs.files import file_sha256
 
 TRAINER = "trainer.json"
 INDEX = ".metadata"
@@ -149,7 +149,7 @@ class Checkpoints:
         mine = sorted(folder.glob(f"__{rank}_*.distcp"))
         if rank == 0:
             mine += [folder / INDEX, folder / TRAINER]
-        return {path.name: _sha256(path) for path in mine}
+        return {path.name: file_sha256(path) for path in mine}
 
 
 class SavedWeights:
@@ -253,8 +253,3 @@ def _set_random_states(states: dict[str, Tensor]) -> None:
         torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

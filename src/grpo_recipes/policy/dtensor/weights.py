@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from grpo_recipes.errors import UserError
+from grpo_recipes.policy.buckets import in_buckets
 from grpo_recipes.policy.contract import WeightSpec
 from grpo_recipes.policy.dtensor.names import Piece, experts_of, pieces
 from grpo_recipes.policy.hf.folder import BUFFERS, TensorSource
@@ -95,14 +96,7 @@ class Weights:
 
     def buckets(self) -> Iterator[dict[str, Tensor]]:
         """Collective. Full tensors; on one rank in float32 they are views of the parameters: copy what is to be kept."""
-        bucket: dict[str, Tensor] = {}
-        number = 0
-        for spec, (name, tensor) in zip(self._plan, self.gather(), strict=True):
-            if spec.bucket != number:
-                yield bucket
-                bucket, number = {}, spec.bucket
-            bucket[name] = tensor
-        yield bucket
+        return in_buckets(self._plan, self.gather())
 
     @torch.no_grad()
     def gather(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_recipes.errors import UserError
+from grpo_recipes.policy.buckets import in_buckets
 from grpo_recipes.policy.contract import WeightSpec
 from grpo_recipes.policy.hf.families import Family
 from grpo_recipes.policy.hf.folder import BUFFERS, TensorSource
@@ -177,14 +178,7 @@ class WeightMap:
 
     def buckets(self) -> Iterator[dict[str, Tensor]]:
         """Collective. Full tensors, some of them views of the live parameters: copy what is to be kept."""
-        bucket: dict[str, Tensor] = {}
-        number = 0
-        for spec, (name, tensor) in zip(self._plan, self.gather(), strict=True):
-            if spec.bucket != number:
-                yield bucket
-                bucket, number = {}, spec.bucket
-            bucket[name] = tensor
-        yield bucket
+        return in_buckets(self._plan, self.gather())
 
     @torch.no_grad()
     def gather(
