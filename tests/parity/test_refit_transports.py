@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_recipes.generation.sync.broadcast import Group
 from grpo_recipes.generation.sync.checksum import Checksums, differences
 from grpo_recipes.generation.sync.contract import RefitError, layouts_of
 from grpo_recipes.generation.sync.link import Receiver, Sender
@@ -171,6 +172,33 @@ def test_a_receiver_that_dies_ends_the_refit_on_all_sides(transport):
     _, error, found = refit(transport, buckets(weights()), ("die at norm", ""))
     assert re.search(r"the sampler's worker \d is gone, while up travelled", error)
     assert found[0] is None and error in found[1][0]
+
+
+def test_a_broadcast_that_breaks_off_names_who_ended_it():
+    """The socket of the broadcast may be seen closed before the one that names a process."""
+
+    class Broken:
+        def broadcast(self, tensors, options):
+            return self
+
+        def is_completed(self):
+            return True
+
+        def wait(self):
+            raise RuntimeError("connection closed by peer")
+
+    class Dying:
+        checks = 0
+
+        def check(self):
+            self.checks += 1
+            if self.checks == 3:
+                raise RefitError("worker 1 is gone")
+
+    group = Group.__new__(Group)
+    group.device, group._backend = torch.device("cpu"), Broken()
+    with pytest.raises(RefitError, match="worker 1 is gone"):
+        group.broadcast(torch.zeros(1), [Dying()])
 
 
 def test_a_receiver_that_does_not_come_is_said(monkeypatch):

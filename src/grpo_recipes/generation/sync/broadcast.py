@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 STALL_S = 300.0  # the other end neither sends, nor fails, nor dies
 POLL_S = 0.0005
+REASON_S = 5.0  # for whoever failed to say why, or to be seen gone
 
 
 def start_store(host: str) -> Any:
@@ -58,7 +59,16 @@ class Group:
             if time.monotonic() > deadline:
                 raise RefitError(f"no progress for {STALL_S:.0f} s")
             time.sleep(POLL_S)
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError:
+            # The sockets of a process that dies close one after another, and this one's end names nobody.
+            until = time.monotonic() + REASON_S
+            while time.monotonic() < until:
+                for peer in peers:
+                    peer.check()
+                time.sleep(POLL_S)
+            raise
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
 

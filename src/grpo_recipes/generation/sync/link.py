@@ -171,7 +171,7 @@ class Sender:
                     sending.send(layout.nbytes, self._peers)
                     self._hear("Taken")
                 except Exception as error:
-                    raise RefitError(f"{_reason(error, self._peers)}, while {_named(layout)} travelled") from None
+                    raise RefitError(f"{error}, while {_named(layout)} travelled") from None
                 sent += sum(slot.stop - slot.start for slot in layout.slots)
             if number < len(layouts):
                 raise RefitError(f"{layouts[number].slots[0].name} is missing, and whatever comes after it")
@@ -312,17 +312,6 @@ class Receiver:
 def _named(layout: Layout) -> str:
     first, last = layout.slots[0].name, layout.slots[-1].name
     return first if first == last else f"{first} to {last}"
-
-
-def _reason(error: Exception, peers: Sequence[Peer]) -> str:
-    """A peer's own words, where there are some, say more than what its end looks like from here."""
-    if not isinstance(error, RefitError):
-        for peer in peers:
-            try:
-                peer.check()
-            except RefitError as told:
-                return str(told)
-    return str(error)
 
 
 def _tell_quietly(peer: Peer, fault: Fault) -> None:
